@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-prereleases test-gpu-paths test-serving test-trl real proof survey newest site lint clean
+.PHONY: train test check test-numbers test-numbers-plain test-numbers-avx2 test-system test-slow test-newest test-prereleases test-gpu-paths test-serving test-trl real proof survey newest site dist lint clean
 
 train: $(READY)
 	$(BIN)/torchrun recipes/train_ft.py --config-name llama_packed
@@ -78,6 +78,7 @@ test-gpu-plan: .venv-gpu-oldest/.ready
 	$(PYTHON) -m venv .venv-gpu-oldest
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0
 	.venv-gpu-oldest/bin/python -m pip install --quiet torch==2.11.0 transformers==5.17.0 torchao==0.16.0 "numpy<2.4" --editable ".[dev,qlora]"
+	.venv-gpu-oldest/bin/python -m pip install --quiet --no-deps trl==1.16.0 liger-kernel==0.8.5
 	touch $@
 
 # a pretrained model that a wheel ships (98 MB) is fine-tuned, asked ten questions before and after, and exported; 10 minutes
@@ -136,14 +137,25 @@ newest:
 
 # the pages of docs/ as a site, in build/site; a dead link is an error
 site: .venv-site/.ready
-	.venv-site/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict --quiet
 
 .venv-site/.ready: constraints.txt
 	$(PYTHON) -m venv .venv-site
 	.venv-site/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material
 	touch $@
 
-lint: $(READY)
+# the wheel and the source distribution, in dist/, checked as the package index checks them
+dist: .venv-dist/.ready
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv-dist/bin/python -m build
+	.venv-dist/bin/twine check --strict dist/*
+
+.venv-dist/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --constraint constraints.txt build twine
+	touch $@
+
+lint: $(READY) site
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -152,10 +164,14 @@ lint: $(READY)
 # all, but for files that are written for a newer Python
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, and 3.11 or newer is needed: name another, make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "setting up $(VENV), once; \`make clean\` removes it"
 	$(PYTHON) -m venv $(VENV)
+	@echo "  1 of 3   downloads PyTorch: 0.2 GB for a CPU; where pip takes the build for NVIDIA GPUs, several GB"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	@echo "  2 of 3   downloads transformers, datasets and what tests need: a few hundred MB; no model, no data"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@echo "  3 of 3   compiles them to bytecode"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(READY)
 
 clean:

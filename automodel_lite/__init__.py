@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from automodel_lite.data.packing.plan import plan_packs
     from automodel_lite.extras.api import hf_collater, install_attention, tokenize_chats, train
     from automodel_lite.extras.client import TrainingClient
+    from automodel_lite.extras.client.sampling_client import SamplingClient
     from automodel_lite.nemo_api.collaters import packed_sequence_thd_collater
     from automodel_lite.nemo_api.packed_sequence import pack_dataset
     from automodel_lite.thd import to_thd
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PackedDataset",
     "Packer",
+    "SamplingClient",
     "TrainFinetuneRecipe",
     "TrainingClient",
     "__version__",
@@ -39,6 +41,7 @@ __all__ = [
 
 _MODULES = {
     "PackedDataset": "data.packing.packs",
+    "SamplingClient": "extras.client.sampling_client",
     "TrainingClient": "extras.client",
     "Packer": "data.packing.packs",
     "pack_dataset": "nemo_api.packed_sequence",

@@ -12,7 +12,7 @@ import sys
 
 from automodel_lite.cli.line import COMMANDS, RECIPES, RECIPES_PACKAGE, TOOLS
 from automodel_lite.config.components import locate
-from automodel_lite.errors import MISTAKE_EXIT, did_you_mean
+from automodel_lite.errors import MISTAKE_EXIT, meant, nearest
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
             raise SystemExit(0 if rest else 2)
         run_tool(locate(COMMANDS["tool"].format(name)), rest)
     if name not in RECIPES and not name.startswith("-"):
-        near = did_you_mean(name, [*RECIPES, *TOOLS])
+        near = meant(COMMANDS["meant"].get(name) or nearest(name, [*RECIPES, *TOOLS]))
         print(
             f"automodel-lite {name[:80]!a}: no such command{near} automodel-lite --help lists "
             "them.",

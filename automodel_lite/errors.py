@@ -233,6 +233,27 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     return f"{shown} and {len(items) - most} more" if items[most:] else shown
 
 
+_PLURAL_VERBS = {"is": "are", "has": "have", "does": "do"}
+
+
+def counted(number: int, noun: str, verb: str = "", of: int | None = None) -> str:
+    """Returns a number with its noun, and a verb that follows the number.
+
+    >>> counted(1, "document"), counted(1121, "document", "is")
+    ('1 document', '1,121 documents are')
+    >>> counted(1, "row", "has", of=60)
+    '1 of 60 rows has'
+    """
+    among = number if of is None else of
+    words = [f"{number:,}"]
+    if of is not None:
+        words.append(f"of {of:,}")
+    words.append(noun if among == 1 else f"{noun}s")
+    if verb:
+        words.append(verb if number == 1 else _PLURAL_VERBS.get(verb, verb.removesuffix("s")))
+    return " ".join(words)
+
+
 def one_line(error: object, limit: int = 300) -> str:
     """Returns the message of an error that is quoted in a sentence; its type where it has no
     message.
@@ -303,6 +324,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     top, _, rest = name.partition(".")
     groups = {} if not rest or top in tops else {other: f"{other}.{rest}" for other in tops}
     for word, names, cutoff in ((last, here, 0.6), (top, groups, 0.8), (last, anywhere, 0.75)):
-        if close := difflib.get_close_matches(word, names, n=1, cutoff=cutoff):
-            return names[close[0]]
+        # `LoRA` is lora
+        lowered = {known_word.lower(): meaning for known_word, meaning in names.items()}
+        if close := difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff):
+            return lowered[close[0]]
     return None

@@ -1,7 +1,8 @@
 """One command for a GPU that has half an hour: kernels, speed beside rivals, loss curves, memory, features, in one table.
 
-    python benchmarks/gpu_check.py --minutes 30             the most valuable first; results as they come
+    python benchmarks/gpu_check.py --minutes 13             the most valuable first; results as they come
     python benchmarks/gpu_check.py --minutes 9              where commands are ended after ten minutes; call it again
+    python benchmarks/gpu_check.py --list                   the parts in their order, with the seconds of each
     python benchmarks/gpu_check.py --only step-packed step-compiled
     python benchmarks/gpu_check.py --list-wheels            what to bring along to a machine without a network
     python benchmarks/gpu_check.py --plan smoke --device cpu
@@ -10,7 +11,9 @@ Needs torch, transformers and those wheels; the last of them, without versions, 
 not be installed. Each result is a line of gpu_check.jsonl, in the folder that $OUT names (else here), written as soon as
 it is there; a call goes on with what is missing there and in a gpu_check.jsonl of the checkout, where the file of the
 last call belongs when $OUT is a new folder every time. What is missing, fails or runs out of time is tried again.
-gpu_calibration.json, beside it, has the measured rates of the card, gpu_check_caches what the compilers made.
+gpu_calibration.json, beside it, has the measured rates of the card, gpu_check_caches.zip what the compilers made, which
+is written behind the results. A part begins only if the seconds that it is expected to take are left; whatever ends the
+check ends its workers.
 
 One GPU shows nothing of NCCL, of FSDP's traffic and of context parallelism.
 """
@@ -18,10 +21,13 @@ One GPU shows nothing of NCCL, of FSDP's traffic and of context parallelism.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu.plan import PLANS, Part, full_plan, groups, smoke_plan
 from benchmarks.gpu.table import last_words, table
-from benchmarks.gpu.workers import NO_NUMBERS, run_group, run_here
+from benchmarks.gpu.workers import NO_NUMBERS, START_S, names_of_parts, run_group, run_here
 
 # what to install -> what is imported; 7 MB
 WHEELS = {
@@ -47,6 +53,12 @@ COMMON = ("accelerate", "pandas", "pyarrow", "psutil", "requests", "xxhash")  # 
 # a part that needs one says that it is missing
 OPTIONAL = ("peft==0.21.2", "liger-kernel==0.8.5", "torchao==0.18.0", "trl==1.16.0")
 FILE = "gpu_check.jsonl"
+CACHES = "gpu_check_caches.zip"
+# part -> what it has measured for the planner
+CALIBRATION = {
+    "ceilings": ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s"),
+    "rates": ("product_tflops", "attention_tflops", "step_tb_per_s"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,17 +73,24 @@ def main(argv: list[str] | None = None) -> int:
         "--only", nargs="*", default=[], help="these parts alone, again if they are done"
     )
     parser.add_argument("--list-wheels", action="store_true")
-    parser.add_argument("--parts", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.list_wheels:
         print("\n".join([*WHEELS, *OPTIONAL, *COMMON]))
         return 0
     parts = full_plan() if arguments.plan == "full" else smoke_plan()
-    if arguments.parts:
-        named = {part.name: part for part in parts}
-        chosen = [named[name] for name in arguments.parts]
-        caches = arguments.out.with_name("gpu_check_caches")
-        return run_here(chosen, arguments.device, read_results(arguments.out, {}), caches)
+    named = {part.name: part for part in parts}
+    if arguments.list:
+        print(estimates(parts))
+        return 0
+    if arguments.worker:
+        caches = [folder / CACHES for folder in (arguments.out.parent, ROOT)]
+        known = read_results(arguments.out, {})
+        return run_here(named, names_of_parts(), arguments.device, known, caches)
+    if unknown := [name for name in arguments.only if name not in named]:
+        print(f"Nothing was checked: {'; '.join(unknown_text(name, named) for name in unknown)}.")
+        return 2
     needed = WHEELS | {name: name for name in COMMON}
     missing = [wheel for wheel, module in needed.items() if find_spec(module) is None]
     if missing:
@@ -89,10 +108,30 @@ def main(argv: list[str] | None = None) -> int:
         machine = {"device": torch.cuda.get_device_name()}
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     machine |= {"torch": torch.__version__, "plan": arguments.plan}
+    # by the way of an exception, which ends the worker
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = check_all(parts, arguments, machine, gib)
     print("\n" + table([part.name for part in parts], results, machine))
     bad = ("FAIL", "timeout", NO_NUMBERS)
     return int(any(result["verdict"] in bad for result in results.values()))
+
+
+def unknown_text(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    others = f", but {', '.join(close)}" if close else ""
+    return f"no part is called {name}{others} (--list names all)"
+
+
+def estimates(parts: list[Part]) -> str:
+    """The parts in their order: seconds, and minutes until each has ended, processes' starts included."""
+    lines = []
+    total_s = 0.0
+    for group in groups(parts):
+        total_s += START_S
+        for part in group:
+            total_s += part.seconds
+            lines.append(f"{part.name:32s} {part.seconds:4.0f} s {total_s / 60:6.1f} min")
+    return "\n".join(lines)
 
 
 def check_all(
@@ -112,10 +151,12 @@ def check_all(
             results[part.name] = {"part": part.name, **machine, **found}
             file.write(json.dumps(results[part.name]) + "\n")
             file.flush()
-            if part.name == "ceilings" and found["verdict"] == "pass":
+            if part.name in CALIBRATION and found["verdict"] == "pass":
                 rates = {"device": machine["device"], "torch": machine["torch"]}
-                for key in ("bf16_tflops", "memory_tb_per_s", "link_gb_per_s"):
-                    rates[key] = found[key]
+                for name, keys in CALIBRATION.items():
+                    rates |= {
+                        key: results[name][key] for key in keys if key in results.get(name, {})
+                    }
                 arguments.out.with_name("gpu_calibration.json").write_text(json.dumps(rates) + "\n")
             words = last_words(found.get("why"))
             print(f"{part.name:28s} {found['verdict']:10s} {words}", flush=True)

@@ -52,7 +52,8 @@ def page() -> str:
     parts += ["\n## Settings of the schema\n", *_sections()]
     parts.append("\n## Groups\n")
     for group, options in groups_of(Sources()).items():
-        parts.append(f"\n### `{group}=`{' | '.join(f'`{option}`' for option in options)}\n")
+        choices = ", ".join(f"`{option}`" for option in options)
+        parts.append(f"\n### `{group}`: {choices}\n")
         parts += [_option(group, option) for option in options]
     return "\n".join(parts).rstrip() + "\n"
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=NOTEBOOK)
     to = parser.parse_args().to
     notebook = json.loads(NOTEBOOK.read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells = run_cells(notebook)
     with tempfile.TemporaryDirectory() as folder:
         code = f"\nprint({BETWEEN!r}, flush=True)\n".join("".join(cell["source"]) for cell in cells)
         more = {
@@ -54,6 +55,14 @@ def main() -> None:
             [{"output_type": "stream", "name": "stdout", "text": shown}] if shown else []
         )
     to.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
+def run_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the cells of code but those that install: they are for a machine without the
+    package.
+    """
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [cell for cell in code if "install" not in cell["metadata"].get("tags", [])]
 
 
 if __name__ == "__main__":

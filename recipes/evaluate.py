@@ -25,7 +25,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras.asking import ask_tasks, open_tasks
 from automodel_lite.models.loss import FusedLinearCrossEntropy, Loss
@@ -129,7 +129,9 @@ def print_losses(
         )
         right = losses["token_accuracy"]
         console.say(
-            "loss", f"{name}: {shown}, {right:.2%} of the tokens right, of {documents:,} documents"
+            "loss",
+            f"{name}: {shown}, {right:.2%} of the tokens right, of "
+            f"{counted(documents, 'document')}",
         )
 
 

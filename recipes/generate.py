@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.config.rules import PATH, Range, argument
-from automodel_lite.errors import ConfigError, harmless, one_line
+from automodel_lite.errors import ConfigError, counted, harmless, one_line
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder, older_export
@@ -172,7 +172,7 @@ def answer_file(generator: Generator, args: argparse.Namespace) -> None:
             file.flush()
     sync(part)
     rename(part, args.out)
-    print(f"{num_rows:,} answers written to {args.out}")
+    print(f"{counted(num_rows, 'answer')} written to {args.out}")
 
 
 def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, Any], Question]]:

@@ -42,9 +42,10 @@ from automodel_lite.config.rules import Range, argument
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks, epochs_of
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, counted, meant, nearest, one_line
 from automodel_lite.extras.plan.by_layers import layer_pattern, simulate_by_layers
 from automodel_lite.extras.plan.capacity import usable
+from automodel_lite.extras.plan.measured import MeasuredRates
 from automodel_lite.extras.plan.planner import (
     AXES,
     GPUS,
@@ -80,9 +81,12 @@ MEASURED = (
     ("memory_tb_per_s", "bytes_per_s", 1e12),
     ("link_gb_per_s", "node_bytes_per_s", 1e9),
 )
+# of gpu_check's part `rates`: what `MeasuredRates` is made of
+STEP_RATES = ("product_tflops", "attention_tflops", "step_tb_per_s")
 LEGEND = """\
 peak, states, rest   GiB of a GPU at its fullest: weights, gradients and moments, and all else
 step s               the least seconds of an optimizer step; tok/s per GPU and MFU are at most these
+predicted            tok/s per GPU by rates that this kind of card was measured to reach
 bound by, loses by   what takes longest; where the layout is slower than the first
 """
 
@@ -104,7 +108,9 @@ def main(argv: list[str] | None = None) -> int:
             f"--write {args.write}: a preset cannot remove an option, as {removed[0]} does."
         )
     if args.gpu not in GPUS:
-        raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(GPUS)}.")
+        of_kind = [gpu for gpu in GPUS if gpu.startswith(args.gpu.lower())]
+        near = meant(" or ".join(of_kind) or nearest(args.gpu, GPUS))
+        raise ConfigError(f"--gpu {args.gpu}: not known{near} Choose one of {', '.join(GPUS)}.")
     gpu = calibrated(GPUS[args.gpu], args.calibration) if args.calibration else GPUS[args.gpu]
 
     def parts_of(more: Sequence[str]) -> RunParts:
@@ -129,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{job.world} GPU{'s' if job.world > 1 else ''} ({args.nodes} x {args.gpus} {args.gpu}), "
         f"rates of {gpu.source}; {data.text}"
     )
+    print(predicted_text(gpu, job.world))
     print(coarse_text(job), flush=True)
     outcome = make_plans(job, say=lambda line: print(f"  {line}", flush=True))
     RESULTS.update(plans=[as_json(plan) for plan in outcome.plans], lost=dict(outcome.lost))
@@ -145,6 +152,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         write_preset(args.write, args.config_name, config, [*overrides, *overrides_of(best)])
     return 0
+
+
+def predicted_text(gpu: Gpu, world: int) -> str:
+    """Says by which rates a time is predicted, or why none is."""
+    if gpu.measured is None:
+        return (
+            "predicted: no, as this card has no measured rates: on it, benchmarks/gpu_check.py "
+            "--only ceilings rates writes a gpu_calibration.json for --calibration"
+        )
+    links = ", links by the data sheet" if world > 1 else ""
+    return f"predicted: by rates of {gpu.measured.source}{links}"
 
 
 def coarse_text(job: Job) -> str:
@@ -189,6 +207,31 @@ def missing(config: Config) -> list[str]:
     return [*names, "dataset.path=..."] if config.dataset.get("path") == NOT_READ else names
 
 
+def measured_rates(found: dict[str, Any], path: Path) -> MeasuredRates | None:
+    """Returns the rates of a step that gpu_check's part `rates` has measured; None without all of
+    them.
+    """
+    if not all(found.get(key) for key in STEP_RATES):
+        return None
+    attention = found["attention_tflops"]
+    try:
+        by_keys = {float(keys): float(tflops) * 1e12 for keys, tflops in attention.items()}
+        is_positive = min([*by_keys, *by_keys.values()]) > 0
+    except (AttributeError, TypeError, ValueError):
+        is_positive = False
+    if not is_positive:
+        raise ConfigError(
+            f"--calibration {path}: attention_tflops is {one_line(attention, 60)}, and must be an "
+            'object such as {"620": 230}: keys that a query sees, TFLOP/s.'
+        )
+    return MeasuredRates(
+        product_flops=found["product_tflops"] * 1e12,
+        attention_flops=by_keys,
+        bytes_per_s=found["step_tb_per_s"] * 1e12,
+        source=str(path),
+    )
+
+
 def calibrated(gpu: Gpu, path: Path) -> Gpu:
     """Returns the GPU with the rates of a file: gpu_calibration.json, as gpu_check writes it, or
     fields of `Gpu`.
@@ -200,20 +243,23 @@ def calibrated(gpu: Gpu, path: Path) -> Gpu:
         raise ConfigError(f"--calibration {path}: {one_line(error, 120)}: {cure}.") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--calibration {path}: no object with names and values: {cure}.")
-    known = {field.name for field in fields(Gpu)}
+    known = {field.name for field in fields(Gpu)} - {"measured"}
     values = {key: value for key, value in found.items() if key in known}
-    for key in (*values, *(name for name, _, _ in MEASURED)):
+    numbers = (*(name for name, _, _ in MEASURED), "product_tflops", "step_tb_per_s")
+    for key in (*values, *numbers):
         if not isinstance(found.get(key, 0.0), int | float | None) and key != "source":
             value = one_line(found[key], 60)
             raise ConfigError(f"--calibration {path}: {key} is {value}, and must be a number.")
     for name, key, unit in MEASURED:
         if found.get(name):
             values[key] = found[name] * unit
-    if not values:
+    if not (values or measured_rates(found, path)):
         raise ConfigError(
             f"--calibration {path}: it has neither bf16_tflops, as the gpu_calibration.json of "
             "gpu_check, nor a rate such as flops."
         )
+    # of this card, which may be slower than the one of the table
+    values["measured"] = measured_rates(found, path)
     return replace(gpu, **{"source": f"measured, {path}", **values})
 
 
@@ -330,18 +376,19 @@ def packs_text(data: PlannedPacks, lengths: np.ndarray) -> str:
         pieces = len(lengths) - whole
         text += f" ({whole:,} whole, {num - whole:,} cut into {pieces:,} pieces)"
     tokens = int(lengths.sum())
-    return f"{text}, {tokens:,} tokens, mean {lengths.mean():,.0f}, {len(plan):,} packs"
+    return f"{text}, {tokens:,} tokens, mean {lengths.mean():,.0f}, {counted(len(plan), 'pack')}"
 
 
 def table(plans: list[Plan]) -> str:
     """Sizes in GiB of a GPU at its fullest, rates per GPU."""
-    sizes = ("peak", "states", "rest", "step s", "<= tok/s", "<= MFU", "bound by", "loses by")
-    head = ("mesh", "micro x steps", "recomputed", *sizes)
+    sizes = ("peak", "states", "rest", "step s", "<= tok/s", "predicted", "<= MFU")
+    head = ("mesh", "micro x steps", "recomputed", *sizes, "bound by", "loses by")
     rows = [head]
     for number, plan in enumerate(plans[:SHOWN]):
         step = plan.step
         layout = plan.layout
         states = step.weights + step.gradients + step.optimizer
+        rate = plan.predicted_tokens_per_s_per_gpu
         rows.append(
             (
                 str(layout),
@@ -352,6 +399,7 @@ def table(plans: list[Plan]) -> str:
                 three_digits(max(step.peak - states, 0) / 2**30),
                 f"{plan.step_s:.3g}",
                 f"{plan.tokens_per_s_per_gpu:,.0f}",
+                f"{rate:,.0f}" if rate else "-",
                 f"{plan.mfu:.0%}",
                 max(plan.seconds, key=plan.seconds.__getitem__),
                 loses_by(plan, plans[0]) if number else "",
@@ -407,6 +455,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.step.peak,
         "step_s": plan.step_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "predicted_step_s": plan.predicted_s,
+        "predicted_tokens_per_s_per_gpu": plan.predicted_tokens_per_s_per_gpu,
         "mfu": plan.mfu,
         "seconds": plan.seconds,
         "weights_bytes": plan.step.weights,
@@ -426,11 +476,18 @@ def duration_text(best: Plan, job: Job, config: Config, num_packs: int, price: f
     steps = training.max_steps or num_packs / batch
     if not steps:
         return "hours: not known without the data (dataset.path, with a tokenizer)"
-    hours = steps * best.step_s / 3600
+    least = steps * best.step_s / 3600
+    hours = least
+    how = "at least"
+    also = ""
+    if best.predicted_s:
+        hours = steps * best.predicted_s / 3600
+        how = "predicted:"
+        also = f" (at least {least:.3g} hours)"
     cost = f", {hours * job.world * price:,.2f} in money" if price else ""
     return (
-        f"{hours:.3g} hours, {hours * job.world:,.3g} GPU-hours{cost} for {steps:,.0f} steps of "
-        f"{batch} packs"
+        f"{how} {hours:.3g} hours{also}, {hours * job.world:,.3g} GPU-hours{cost} for "
+        f"{steps:,.0f} steps of {counted(batch, 'pack')}"
     )
 
 

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.data.prepare import build_packer, prepare_data
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 from automodel_lite.launched import check_alone
 from automodel_lite.results import RESULTS
 from automodel_lite.training.resolve import resolve_auto
@@ -66,5 +66,5 @@ def main(config: Config, task: str = "", tasks: str = "") -> int:
     )
     for name, val_packs in data.val_packs.items():
         RESULTS[f"packs/{name}"] = len(val_packs)
-        print(f"validation ({name}): {len(val_packs):,} packs")
+        print(f"validation ({name}): {counted(len(val_packs), 'pack')}")
     return 0

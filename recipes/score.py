@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from automodel_lite.config.rules import check_folder
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.losses.distillation import DistillTopK
@@ -100,7 +100,7 @@ def compute_values(config: Config) -> int:
         RESULTS[name] = {"values": values.name, "documents": len(rows), "folder": folder}
         console.say(
             "scored",
-            f"{name}: {values.name} for {len(rows):,} documents: {folder}",
+            f"{name}: {values.name} for {counted(len(rows), 'document')}: {folder}",
         )
     mesh.close()
     return 0

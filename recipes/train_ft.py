@@ -102,12 +102,12 @@ class TrainFinetuneRecipe:
         self.data = prepare_data(config, batches, parts.packer)
         self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
         check_held_out(config, self.data)
+        parts = with_classes(parts, self.data)
         self.tasks = open_tasks(
             config, self.data.tokenizer, parts.model.config(self.data.tokenizer)
         )
         if self.tasks:
             self.console.say("tasks", self.tasks.text())
-        parts = with_classes(parts, self.data)
         label_values.check_loss(self.data, parts.loss)
         self.plan = self.data.plan(config.training)
         check_keep_best(config, self.plan.max_steps)
@@ -243,8 +243,7 @@ class TrainFinetuneRecipe:
         asked: Asked | None = Asked()
         with self.average.applied(self.model):
             judged: dict[str, list[np.ndarray]] = {}
-            samples = self.config.samples
-            found = validate(self.engine, self.data, samples, must_stop, judged)
+            found = validate(self.engine, self.data, self.config.samples, must_stop, judged)
             if found and self.tasks and self.tasks.is_due(self.num_steps, self.is_due(0)):
                 enter = self.guards.watchdog.enter
                 asked = ask_tasks(self.tasks, self.engine, self.config, must_stop, enter)

@@ -14,6 +14,7 @@ against its checkpoint, are written to runs/mine/hf/certificate.json and the mod
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
+from automodel_lite.errors import counted
 
 # --help, --cfg and mistakes are answered before torch is imported; this does not return
 if __name__ == "__main__":
@@ -178,14 +179,17 @@ class Verification:
     def in_one_process(self) -> Iterator[Check]:
         """Packing, accumulation, layout, and the configured kernel in its precision."""
         engine = self.engine(self.alone, "none")
-        counts = f"{len(self.sample.documents)} documents, {len(self.batches)} packs"
+        documents = counted(len(self.sample.documents), "document")
+        counts = f"{documents}, {counted(len(self.batches), 'pack')}"
         yield self.check(
             f"packed = each document alone ({counts})", self.step(engine, self.batches)
         )
         whole = self.stream(self.sample.packs)
         yield self.check("one micro-batch of all packs = one per pack", self.step(engine, [whole]))
         other = [self.stream([pack]) for pack in self.sample.packed_otherwise()]
-        yield self.check(f"packed otherwise ({len(other)} packs)", self.step(engine, other))
+        yield self.check(
+            f"packed otherwise ({counted(len(other), 'pack')})", self.step(engine, other)
+        )
         yield from self.configured_kernel(engine)
 
     def configured_kernel(self, engine: Engine) -> Iterator[Check]:
@@ -335,7 +339,8 @@ class Verification:
             self.console.say("loss", f"next-token cross-entropy, in place of {self.replaced}")
         size = self.sample.packer.packed_sequence_size
         training_size = self.sample.training_size
-        text = f"{len(self.sample.documents)} documents in {len(self.sample.packs)} packs of {size}"
+        documents = counted(len(self.sample.documents), "document")
+        text = f"{documents} in {counted(len(self.sample.packs), 'pack')} of {size}"
         cut = (
             f" (training packs {training_size}; longer documents are cut here)"
             if size < training_size

@@ -59,7 +59,7 @@ def test_chats_become_rows_whose_labels_are_next() -> None:
 def test_rows_of_a_file_are_chats_too_and_mistakes_are_sentences() -> None:
     rows = tokenize_chats([{"messages": CHAT}], TOKENIZER)
     assert trained(rows[0]) == "Lima.<|end|>"
-    assert repr(rows) == "<TokenizedDocuments: 1 documents, 37 tokens>"
+    assert repr(rows) == "<TokenizedDocuments: 1 document, 37 tokens>"
     with pytest.raises(ConfigError, match="takes a list of chats, and got a message"):
         tokenize_chats(CHAT, TOKENIZER)
     with pytest.raises(ConfigError, match=r"train_on='assistent' .*did you mean assistant\?"):

@@ -439,7 +439,7 @@ SENTENCES: dict[str, tuple[list[Row], str]] = {
     ),
     "nothing to learn": (
         [but(labels=[-100] * LENGTH)],
-        "none of the 1 rows has a label, so there is nothing to learn",
+        "no label in 1 row, so there is nothing to learn",
     ),
     "not finite": (
         [ROW, but(advantages=[0.0] * (LENGTH - 2) + [float("nan"), 0.0])],
@@ -493,7 +493,7 @@ def test_a_group_that_is_not_a_pair_is_refused(answers: list[int], client: Train
     pair, group = ([bare | {"answers": [x] * LENGTH} for x in given] for given in ([1, 2], answers))
     assert client.forward_backward([pair], SimPo()).num_items == 1
     client.zero_grad()
-    with pytest.raises(ValueError, match=rf"group 1 of {len(answers)} rows must be one pair"):
+    with pytest.raises(ValueError, match=rf"group 1 of {len(answers)} rows? must be one pair"):
         client.forward_backward([pair, group], SimPo())
 
 

@@ -13,6 +13,7 @@ from automodel_lite.errors import (
     ConfigError,
     DataError,
     PeerError,
+    counted,
     did_you_mean,
     format_value,
     is_lost_peer,
@@ -41,6 +42,8 @@ KEYS = [
         ("max_steps", "training.max_steps"),  # a key without its group
         ("optimizer.max_steps", "training.max_steps"),  # of another group
         ("sead", "seed"),
+        ("Max_Steps", "training.max_steps"),
+        ("SEED", "seed"),
     ],
 )
 def test_the_closest_key_is_named(name: str, found: str) -> None:
@@ -50,6 +53,26 @@ def test_the_closest_key_is_named(name: str, found: str) -> None:
 @pytest.mark.parametrize("name", ["training.zzz", "xyz", "optimizer.", ""])
 def test_what_is_like_no_key_gets_no_proposal(name: str) -> None:
     assert did_you_mean(name, KEYS) == "."
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("1 document", (1, "document")),
+        ("0 documents are", (0, "document", "is")),
+        ("1,121 rows have", (1121, "row", "has")),
+        ("1 row does", (1, "row", "does")),
+        ("2 packs make", (2, "pack", "makes")),
+    ],
+)
+def test_one_thing_is_singular(said: str, words: tuple[int, str, str]) -> None:
+    assert counted(*words) == said
+
+
+def test_the_verb_follows_the_number_and_the_noun_what_it_is_of() -> None:
+    assert counted(1, "row", "has", of=60) == "1 of 60 rows has"
+    assert counted(2, "row", "is", of=60) == "2 of 60 rows are"
+    assert counted(1, "row", "is", of=1) == "1 of 1 row is"
 
 
 def test_private_names_are_not_proposed() -> None:

@@ -286,7 +286,7 @@ def test_a_ledger_has_all_lines_or_says_which_it_lacks(tmp_path: Path, number: i
                     assert rows_in(root) == before[: len(rows_in(root))]
                     assert len(rows_in(root)) in (0, step + 1, len(before))
             elif rows_in(root) != rows_in(whole):
-                assert said[-1].startswith("WARNING: 1 rows of ledger.jsonl are lost"), said
+                assert said[-1].startswith("WARNING: 1 row of ledger.jsonl lost"), said
                 assert rows_in(root) == rows_in(whole)[:-1]
             operate(root)
             assert rows_in(root) == rows_in(whole)

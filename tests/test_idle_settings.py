@@ -148,7 +148,7 @@ def test_settings_of_models(tmp_path: Path) -> None:
     assert lora_targets(mixture, "all-linear", experts=True)[1]
     dense.save_pretrained(tmp_path / "model")
     pretrained = ["~model.config", f"model.pretrained={tmp_path / 'model'}", "tokenizer=bpe"]
-    for typed in ("grouped_mm", "eager"):
+    for typed in ("grouped_mm", "sorted_mm", "eager"):
         with pytest.raises(ConfigError, match=rf"^model.experts={typed}: LlamaForCausalLM has no"):
             train_quick(tmp_path / "run", f"model.experts={typed}")
     with pytest.raises(ConfigError, match=r"^model.revision=abc is of a hub repository"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.__main__ import main
-from automodel_lite.cli.line import RECIPES, TOOLS
+from automodel_lite.cli.line import COMMANDS, RECIPES, TOOLS
 from tests.ranks import in_a_process
 
 
@@ -38,12 +38,26 @@ def test_commands_are_listed(
     ]
 
 
+def test_what_others_call_a_command_leads_to_one() -> None:
+    commands = {*RECIPES, *TOOLS}
+    assert commands >= {name.split()[0] for name in COMMANDS["meant"].values()}
+    assert commands.isdisjoint(COMMANDS["meant"])
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         (
             "trian",
             "automodel-lite 'trian': no such command; did you mean train? automodel-lite --help lists them.",
+        ),
+        (
+            "chat",
+            "automodel-lite 'chat': no such command; did you mean generate? automodel-lite --help lists them.",
+        ),
+        (
+            "serve",
+            "automodel-lite 'serve': no such command; did you mean docs serving? automodel-lite --help lists them.",
         ),
         ("x\x1b", "automodel-lite 'x\\x1b': no such command. automodel-lite --help lists them."),
     ],

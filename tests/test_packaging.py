@@ -51,7 +51,13 @@ def test_the_wheel_carries_recipes_configs_types_and_licence(unpacked: Path):
     for folder in ("conf", "recipes", "launch"):
         files = (ROOT / folder).rglob("*.*")
         wanted |= {str(file.relative_to(ROOT)) for file in files if file.suffix != ".pyc"}
+    pages = {str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md")}
+    wanted |= pages
     assert {f"automodel_lite/{name}" for name in wanted} <= names
+    # of docs/ the pages alone: no scripts, no pictures
+    assert {f"automodel_lite/{name}" for name in pages} == {
+        name for name in names if name.startswith("automodel_lite/docs/")
+    }
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {
         name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")
@@ -93,6 +99,7 @@ def test_the_command_without_arguments_lists_the_recipes(unpacked: Path, tmp_pat
     assert "automodel-lite train" in said
     assert "automodel-lite generate" in said
     assert "llama_packed" in run(unpacked, tmp_path, "train", "--help").stdout
+    assert run(unpacked, tmp_path, "docs", "packing").stdout.startswith("# Packing\n")
 
 
 MINE = """\

@@ -8,11 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path, PurePosixPath
 
 import pytest
 import yaml
 
+from automodel_lite.version import __version__
 from docs.site_links import repository, with_repository_links
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,17 +37,23 @@ def test_the_site_names_every_page_once():
     )
 
 
-def test_the_address_of_the_repository_stands_in_one_file():
-    address = repository().removeprefix("https://")
-    for path in [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("*.txt"),
-        *ROOT.glob("docs/**/*.md"),
-        ROOT / "CITATION.cff",
-    ]:
-        # which is read without the tree around it; tests/docs/test_voice.py compares its addresses
-        if path.name != "llms.txt":
-            assert address not in path.read_text(), path
+def test_the_address_of_the_repository_is_the_same_wherever_it_stands():
+    """In pyproject.toml, in what is read without the tree around it, and in the first line that is typed."""
+    address = repository()
+    named = {
+        path.relative_to(ROOT).as_posix(): set(
+            re.findall(rf"https://[\w./-]+/{address.rpartition('/')[2]}", path.read_text())
+        )
+        for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "mkdocs.yml"]
+    }
+    assert {path: found for path, found in named.items() if found} == {
+        path: {address} for path in ("README.md", "docs/README.md", "mkdocs.yml")
+    }
+    for page in ("README.md", "docs/README.md"):
+        first = re.search(r"^```bash\n(.*)\n", (ROOT / page).read_text(), flags=re.MULTILINE)
+        assert first
+        assert first[1] == f"git clone {address}"
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["repo_url"] == address
     project = (ROOT / "pyproject.toml").read_text()
     assert len(re.findall(r"https://(?:raw\.)?github(?:usercontent)?\.com/", project)) == 5
     assert project.count("automodel-lite/automodel_lite") == 5
@@ -54,6 +62,55 @@ def test_the_address_of_the_repository_stands_in_one_file():
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/**/*.yml")), ids=lambda path: path.name)
 def test_workflows_and_templates_are_yaml(path: Path):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_registries_are_named_by_workflows_alone():
+    """Whoever forks the project publishes to a place of their own."""
+    registry = re.compile(r"\b(ghcr|quay|docker)\.io\b|(test\.)?pypi\.org/(legacy|simple)")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    names = [name for name in listed.stdout.splitlines() if not name.startswith("tests/")]
+    found = [
+        name
+        for name in names
+        if (path := ROOT / name).is_file()
+        and path.suffix not in (".png", ".bin")
+        and registry.search(path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert found == [".github/workflows/image.yml"] or not names  # a source distribution has no git
+
+
+def test_the_changelog_has_the_version_that_is_next():
+    """`## 1.2.3 (unreleased)`, with the date in place of the word once it is published."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[0].startswith(f"{__version__} (")
+    for heading in headings:
+        assert re.fullmatch(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d\d-\d\d)\)", heading)
+
+
+def test_the_image_has_every_extra_that_needs_no_compiler():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert '".[all]"' in dockerfile
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    (everything,) = project["optional-dependencies"]["all"]
+    named = set(everything.partition("[")[2].rstrip("]").split(","))
+    # peft is in qlora; the next two are compiled, and built before; the last are no part of a job
+    assert extras - named == {"all", "peft", "flash", "te", "tinker", "docs", "dev"}
+    assert "flash-attn==" in dockerfile
+    assert "transformer-engine[pytorch]==" in dockerfile
+
+
+def test_the_wheel_has_what_its_build_reads():
+    """Files that the Dockerfile copies are all that pyproject.toml and the build hook name."""
+    copied = set()
+    for line in (ROOT / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            copied |= set(line.split()[1:-1])
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    needed = {"pyproject.toml", "README.md", "LICENSE", "hatch_build.py", "docs"}
+    needed |= {*wheel["targets"]["wheel"]["packages"], *wheel["targets"]["wheel"]["force-include"]}
+    assert needed <= copied
+    assert needed <= {*wheel["targets"]["sdist"]["include"], "pyproject.toml"}
 
 
 def test_links_out_of_the_docs_lead_to_the_repository():

@@ -30,6 +30,7 @@ from automodel_lite.attention.documents import (
 from automodel_lite.attention.kernel import (
     AttentionKernel,
     GraphKernel,
+    ReasonedKernel,
     ReferenceAttention,
     over_ahead,
     over_tree,
@@ -59,6 +60,7 @@ from automodel_lite.thd import (
 
 # of attention=auto on CUDA, the fastest first; the reference is behind them
 AUTO_KERNELS = ("varlen", "flex")
+AUTO_OPTIONS = {"varlen": {"implementation": "fastest"}}
 
 
 def choose_attention(
@@ -67,7 +69,8 @@ def choose_attention(
     """The kernel, checked against what the model needs, or, for None, the first that supports it;
     and one sentence with the reason, to be printed.
 
-    Off CUDA the reference; on CUDA varlen, else flex (softcap, sinks, wide heads), else the
+    Off CUDA the reference; on CUDA varlen, with FlashAttention-3 or -4 where one is installed that
+    this GPU runs, else flex (softcap, sinks, wide heads), else the
     reference. Layers of several kinds get the first kernel that supports each. Raises ConfigError
     for what `kernel` does not support.
     """
@@ -82,7 +85,10 @@ def choose_attention(
             ReferenceAttention(),
             f"reference: the only packed kernel that trains on {specs[0].device.type}",
         )
-    kernels = (*(build(option("attention", name)) for name in AUTO_KERNELS), ReferenceAttention())
+    kernels = [
+        build(option("attention", name), **AUTO_OPTIONS.get(name, {})) for name in AUTO_KERNELS
+    ]
+    kernels.append(ReferenceAttention())
     found = [first_able(kernels, spec) for spec in specs]
     if len({kernel for kernel, _ in found}) == 1:
         return found[0]
@@ -109,11 +115,9 @@ def first_able(
         except ConfigError as error:
             refused.append(str(error))
         else:
-            why = (
-                "inside torch, the fastest that needs no package"
-                if not refused
-                else " ".join(refused)
-            )
+            why = " ".join(refused)
+            if not refused and isinstance(kernel, ReasonedKernel):
+                why = kernel.reason
             return kernel, f"{kernel.name.removeprefix('thd_')}: {why}"
     return kernels[-1], f"reference: slow, but {' '.join(refused)}"
 

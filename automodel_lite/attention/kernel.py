@@ -87,6 +87,13 @@ class GraphKernel(Protocol):
 
 
 @runtime_checkable
+class ReasonedKernel(Protocol):
+    """A kernel that knows why it is the first choice, once it has been checked."""
+
+    reason: str
+
+
+@runtime_checkable
 class TreeKernel(Protocol):
     """A kernel that takes one integer per key, until when it is seen, where documents branch: no
     key is there twice.

@@ -46,7 +46,7 @@ class AttentionSpec:
 
 
 FAMILIES = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text())
-UNPACKED = "take another model, docs/models.md lists the families that can be packed"
+UNPACKED = "take another model, automodel-lite docs models lists the families that can be packed"
 
 
 def config_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:

@@ -29,17 +29,17 @@ from automodel_lite.cli.compose import (
     without_hydra,
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
-from automodel_lite.cli.job import Job, job_of, takes_words
-from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, versions
+from automodel_lite.cli.job import Job, job_of, name_of, rows_of, takes_words
+from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, split, versions
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, check_preset
+from automodel_lite.cli.sources import Sources, check_preset, preset_meant
 from automodel_lite.compat import Hydra
-from automodel_lite.config.check import NEEDED, check_config, known_values
+from automodel_lite.config.check import NEEDED, check_config, key_of, known_values
 from automodel_lite.config.components import flatten, locate, option
 from automodel_lite.config.model_files import check_template
 from automodel_lite.config.rules import check_folder, read_template
 from automodel_lite.data.reading.paths import find_files
-from automodel_lite.errors import ConfigError, UserError
+from automodel_lite.errors import ConfigError, DataError, UserError
 from automodel_lite.progress import activity, is_shown, print_above_bars
 from automodel_lite.results import open_json
 from automodel_lite.run.ending import LAUNCHED_BY_US
@@ -98,14 +98,25 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
         print("\n".join(locate(COMMANDS["completion"])()))
         return 0
     job = None
+    unusable: list[UserError] = []  # what is left out, or replaced, to check the others
+    if recipe.is_ours and not (line.is_question or line.is_multirun):
+        unusable += take_out_valueless(line)
     words = [text for text in line.overrides if "=" not in text]
     if not line.shell_completion and takes_words(recipe, words, line.config_name):
         job = job_of(recipe, sources, line.overrides, line.config_name)
         line.config_name = job.preset
         # what is typed comes last, and wins
         line.overrides = [*job.chosen, *(text for text in line.overrides if "=" in text)]
-    elif not line.shell_completion:
-        check_preset(sources, line.config_name, line.overrides)
+    if not line.shell_completion:
+        try:
+            check_preset(sources, line.config_name, line.overrides)
+        except ConfigError as error:
+            # what is wrong beside the name is told of the preset that was meant
+            near = preset_meant(sources, line.config_name)
+            if near is None or line.is_question or line.is_multirun:
+                raise
+            unusable.append(error)
+            line.config_name = near
     loader = Loader(sources, line.overrides)
     GlobalHydra.instance().clear()
     hydra = Hydra(recipe.name, loader)
@@ -123,13 +134,28 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
             f"{useless[0]}: settings of Hydra are for --multirun; the folder of a run is "
             "output_dir."
         )
-    raw, unread = compose_readable(loader, line, job.problems if job else ())
+    raw, unread = compose_readable(loader, line, [*unusable, *(job.problems if job else ())])
     if not any(OmegaConf.select(raw, f"{group}._target_") for group in NEEDED):
         raise ConfigError(
             f"{sources.file(str(line.config_name))}: it is based on no other preset: begin it with "
             "`defaults: [finetune, _self_]`."
         )
-    return run(recipe, raw, line.overrides, sources, own, job, unread)
+    return run(recipe, raw, line.overrides, sources, own, job, [*unusable, *unread])
+
+
+def take_out_valueless(line: Namespace) -> list[UserError]:
+    """Takes settings without `=` off a line that names a model or data; returns what is wrong with
+    them.
+    """
+    words = [text for text in line.overrides if "=" not in text]
+    valueless = [word for word in words if key_of(word) == word and not Path(word).exists()]
+    if len(valueless) == len(words):
+        return []
+    line.overrides = [text for text in line.overrides if text not in valueless]
+    said = "cannot be read as key=value: there is no `=`"
+    return [
+        ConfigError(f"{word}: {said}", key=word, cure=f"write {word}=... ") for word in valueless
+    ]
 
 
 def own_flags(line: Namespace, recipe: Recipe) -> dict[str, Any]:
@@ -241,6 +267,10 @@ def run(
         known, _ = known_values(raw)
     if recipe.is_ours:
         problems += place_problems(known, has_data=recipe.name != "plan")
+    if names_a_run and OmegaConf.is_missing(raw, "name"):
+        problems = [with_a_name(one, known) for one in problems]
+    if problems and recipe.is_ours and not job:
+        problems += row_problems(known, overrides, problems)
     if names_a_run and isinstance(known.get("output_dir"), str):
         try:
             RunFolder(known["output_dir"]).check_place()
@@ -269,6 +299,56 @@ def run(
         else []
     )
     return main(config, *own, **flags) or 0
+
+
+def with_a_name(error: UserError, known: dict[str, Any]) -> UserError:
+    """Returns the error; one that asks for a name with one to set, made of the model and the
+    data.
+    """
+    if error.problems:
+        return ConfigError.of([with_a_name(one, known) for one in error.problems])
+    words = []
+    for part, key in (("model", "pretrained"), ("dataset", "path")):
+        block = known.get(part)
+        given = block.get(key) if isinstance(block, dict) else None
+        first = given[0] if isinstance(given, list) and given else given
+        words.append(first if isinstance(first, str) else "")
+    name = name_of(*words)
+    if error.key != "name" or not name:
+        return error
+    return ConfigError(f"name has no value: set name={name}", key="name")
+
+
+_MOST_READ_BYTES = 2**26
+"""Of data whose rows are looked at beside other mistakes."""
+
+
+def row_problems(
+    known: dict[str, Any], overrides: Sequence[str], told: Sequence[UserError]
+) -> list[UserError]:
+    """Returns what is wrong with the rows of small files that are here, where something else is
+    wrong as well: it is answered at once.
+    """
+    data = known.get("dataset")
+    files = option("dataset", "files")["_target_"]
+    keys = {one.key for error in told for one in error.problems or [error]}
+    if not isinstance(data, dict) or data.get("_target_") != files:
+        return []
+    if any(key.startswith("dataset") for key in keys if key):
+        return []
+    given = data.get("path")
+    paths = [str(path) for path in (given if isinstance(given, list) else [given]) if path]
+    places = [Path(path).expanduser() for path in paths]
+    if not paths or not all(place.is_file() for place in places):
+        return []
+    if sum(place.stat().st_size for place in places) > _MOST_READ_BYTES:
+        return []
+    typed = {key: value for key, value in map(split, overrides) if value is not None}
+    try:
+        rows_of(paths, typed)
+    except (ConfigError, DataError) as error:
+        return [error]
+    return []
 
 
 def place_problems(plain: dict[str, Any], has_data: bool) -> Iterator[ConfigError]:

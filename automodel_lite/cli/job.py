@@ -28,7 +28,7 @@ from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import key_of
 from automodel_lite.config.model_files import INDEX
 from automodel_lite.data.reading.paths import KINDS, find_files, kind_of
-from automodel_lite.errors import ConfigError, DataError, did_you_mean_path
+from automodel_lite.errors import ConfigError, DataError, counted, did_you_mean_path
 
 MODEL, DATA = "model.pretrained", "dataset.path"
 HELD_OUT_FRAC = 0.05
@@ -111,7 +111,7 @@ def job_of(
         chosen += [text for text in rows.options if split(text)[0] not in typed]
     lines = []
     if not config_name and not problems:
-        known = f", {rows.count:,} documents" if rows.count else ""
+        known = f", {counted(rows.count, 'document')}" if rows.count else ""
         lines.append(f"--config-name {preset}: the rows are {rows.kind}{known}")
     name = name_of(str(places.get(MODEL, "")), data[0] if data else "")
     if recipe.writes_a_run and "name" not in typed and name:
@@ -314,7 +314,7 @@ def _held_out(rows: Rows, typed: dict[str, str]) -> tuple[list[str], str]:
     if named:
         return chosen, ""
     asked = ", and asked at the end" if rows.asks else ""
-    return chosen, f"{chosen[0]}: {wanted:,} documents are kept aside{asked}"
+    return chosen, f"{chosen[0]}: {counted(wanted, 'document', 'is')} kept aside{asked}"
 
 
 def name_of(model: str, data: str) -> str:

@@ -65,6 +65,11 @@ def argument_parser(recipe_doc: str | None, has_results: bool = False) -> argpar
     return found
 
 
+_NEEDS_ONE = re.compile(r"argument (\S+): expected one argument")
+_MEANT = {"--preset": "--config-name", "--config": "--config-name", "--gpus": "--nproc"}
+"""Flags as others call them."""
+
+
 class _OpenJson(argparse.Action):
     """Its mistakes are sentences of their own."""
 
@@ -87,7 +92,11 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flag = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
-        close = nearest(flag, self._option_string_actions) if flag[:2] == "--" else None
+        if needs := _NEEDS_ONE.fullmatch(message):
+            message = f"argument {needs[1]} needs one value behind it"
+        close = _MEANT.get(flag)
+        if close not in self._option_string_actions:
+            close = nearest(flag, self._option_string_actions) if flag[:2] == "--" else None
         near = f"; did you mean {close}" if close else ""
         # of a mistake alone
         from automodel_lite.config.check import key_of

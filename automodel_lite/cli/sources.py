@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.installed import installed_trackers
-from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, one_line
+from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, nearest, one_line
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,29 @@ def check_preset(sources: Sources, preset: str | None, overrides: Sequence[str] 
                     f"--config-name {preset}: a preset's file ends in .yaml: rename {file} to "
                     f"{path.stem}.yaml."
                 )
+        if (here := _file_here(path)) is not None:
+            renamed = "" if here.suffix == ".yaml" else f" (rename it to {here.stem}.yaml)"
+            raise ConfigError(
+                f"--config-name {preset}: {here} stands in this folder{renamed}: presets of your "
+                f"own are found with --config-dir . --config-name {here.stem}."
+            )
         near = did_you_mean(preset, known)
         raise ConfigError(
             f"--config-name {preset}: no such preset{near} The usual ones are {usual} ({COMPLETE})."
         )
     return preset
+
+
+def _file_here(path: Path) -> Path | None:
+    """Returns the file of the current folder that is meant by the name of a preset."""
+    files = (Path(f"{path}.yaml"), Path(f"{path}.yml"), path)
+    kinds = (".yaml", ".yml")
+    return next((file for file in files if file.suffix in kinds and file.is_file()), None)
+
+
+def preset_meant(sources: Sources, preset: str | None) -> str | None:
+    """Returns the preset with the closest name; None where nothing is close."""
+    return nearest(preset, presets_of(sources)) if preset else None
 
 
 def _meant(path: Path) -> str:

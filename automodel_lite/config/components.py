@@ -139,9 +139,10 @@ CodePath = NewType("CodePath", str)
 permission as a target.
 """
 PACKAGE = Path(__file__).resolve().parents[1]
-# a wheel carries conf/ and recipes/ inside, a checkout beside the package
+# a wheel carries conf/, recipes/ and the pages of docs/ inside, a checkout beside the package
 IS_INSTALLED = (PACKAGE / "conf").is_dir()
 CONF_DIR = (PACKAGE if IS_INSTALLED else PACKAGE.parent) / "conf"
+DOCS_DIR = CONF_DIR.with_name("docs")
 
 
 def option(group: str, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from huggingface_hub.utils import disable_progress_bars
 from omegaconf import OmegaConf
 
 from automodel_lite.config.rules import REPO_NAME, looks_local
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, counted, one_line
 from automodel_lite.extras.report import facts_of, packing_of, read_run
 from automodel_lite.redact import scrub
 from automodel_lite.run.checkpoint_folder import exported_step
@@ -88,7 +88,7 @@ def write_card(run: Path, folder: Path, repo: str | None = None) -> None:
 def _ledger_of(run: Path) -> list[tuple[str, str]]:
     """Returns the head of a run's ledger, which stands for every step that it has recorded."""
     steps, head = last_line(run / LEDGER)
-    return [("ledger", f"{steps:,} steps, head `{head}`")] if head else []
+    return [("ledger", f"{counted(steps, 'step')}, head `{head}`")] if head else []
 
 
 def _method(config: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from automodel_lite.data.tokens.tokenize import (
     rows_key,
     write_part,
 )
-from automodel_lite.errors import ConfigError, listed
+from automodel_lite.errors import ConfigError, counted, listed
 from automodel_lite.seed import BLOCK
 
 
@@ -56,7 +56,7 @@ def tokenize_task(config: Config, task: int, tasks: int) -> str:
         write = partial(write_part, name=name, documents=rows, job=job, part=part)
         entry = build_once(root, "parts", name, _part_key(key, task, tasks), write)
         found = f"{read_findings(entry.folder).counts} · cache: {entry.note}"
-        lines.append(f"{name}: task {task} of {tasks}: {len(part):,} documents, {found}")
+        lines.append(f"{name}: task {task} of {tasks}: {counted(len(part), 'document')}, {found}")
     return "\n".join(lines)
 
 
@@ -74,9 +74,9 @@ def merge_tasks(config: Config, tasks: int) -> None:
         missing = [str(i) for i, folder in enumerate(folders, start=1) if find_damage(folder)]
         if missing:
             raise ConfigError(
-                f"{name}: {len(missing)} of {tasks} tasks have not ended, or are damaged: "
-                f"{listed(missing)}. Run them again, automodel-lite prepare ... --task "
-                f"{missing[0]} --tasks {tasks}, with the same cache_dir, data and settings."
+                f"{name}: {counted(len(missing), 'task', 'has', of=tasks)} not ended, or left "
+                f"damaged files: {listed(missing)}. Run them again, automodel-lite prepare ... "
+                f"--task {missing[0]} --tasks {tasks}, with the same cache_dir, data and settings."
             )
         join = partial(_join, folders=folders, name=name.partition("-")[2], kind=kind, job=job)
         build_once(root, "tokens", name, key, join)

@@ -11,13 +11,14 @@ Legend: R rows that carry a label, C model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from automodel_lite import compat
 from automodel_lite.config.sizes import round_up
 from automodel_lite.graphs import compiled
 from automodel_lite.tensors import at_least_fp32, wide_dtype
@@ -37,11 +38,22 @@ def chunk_rows(chunk_tokens: int | None, hidden_size: int, vocab_size: int) -> i
     return min(chunk_tokens or max(LEAST_CHUNK_TOKENS, hidden_size), most)
 
 
+def fits_whole(num_rows: int, head_shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Do gradients of all logits in the compute dtype need no more memory than chunks are counted
+    with (`FusedLinearCrossEntropy.logits_bytes`)?
+
+    A chunk of C rows in fp32 and in the compute dtype, beside the head's gradient in fp32, are
+    8 + itemsize bytes x V x C. Of R rows the gradients of logits, and first a chunk of logits, then
+    the head's gradient, are itemsize x V x (R + C).
+    """
+    return num_rows * dtype.itemsize <= 8 * max(LEAST_CHUNK_TOKENS, head_shape[1])
+
+
 def linear_cross_entropy(
     hidden_RC: Tensor,
     weight_VC: Tensor,
     labels_R: Tensor,
-    chunk_tokens: int = LEAST_CHUNK_TOKENS,
+    chunk_tokens: int | None = LEAST_CHUNK_TOKENS,
     softcap: float | None = None,
     backend: str | None = None,
     weights_R: Tensor | None = None,
@@ -52,8 +64,21 @@ def linear_cross_entropy(
     Both gradients are made in the forward pass, chunk by chunk, as Liger's kernel does
     (arXiv:2410.10989), so that the backward pass needs no logits. Rows labeled -100 must have been
     left out. No rows: zero, with zero gradients.
+
+    chunk_tokens  None: `chunk_rows`, and where a trained head's compiled loss has room for it, one
+                  product of all rows for each gradient
     """
     hidden_RC, weight_VC = in_compute_dtype(hidden_RC, weight_VC)
+    # torch takes a trained weight for one that needs its gradient, with gradients off, too
+    if not torch.is_grad_enabled():
+        hidden_RC = hidden_RC.detach()
+        weight_VC = weight_VC.detach()
+    is_whole = False
+    if chunk_tokens is None:
+        vocab_size, hidden_size = weight_VC.shape
+        chunk_tokens = chunk_rows(None, hidden_size, vocab_size)
+        is_whole = backend is not None and weight_VC.requires_grad and len(labels_R) > 0
+        is_whole = is_whole and fits_whole(len(labels_R), weight_VC.shape, weight_VC.dtype)
     if backend is not None:
         # Rows of weight 0 fill the last chunk up to a multiple of ROW_MULTIPLE, and chunks are
         # rounded up to one.
@@ -65,8 +90,9 @@ def linear_cross_entropy(
         weights_R = F.pad(weights_R, (0, added))
         hidden_RC = F.pad(hidden_RC, (0, 0, 0, added))
         chunk_tokens = round_up(chunk_tokens, ROW_MULTIPLE)
+    function = _WholeCrossEntropy if is_whole else _LinearCrossEntropy
     with torch.autocast(hidden_RC.device.type, enabled=False):
-        total: Tensor = _LinearCrossEntropy.apply(
+        total: Tensor = function.apply(
             hidden_RC, weight_VC, labels_R, weights_R, chunk_tokens, softcap, backend
         )
     return total
@@ -83,6 +109,53 @@ def in_compute_dtype(hidden_RC: Tensor, weight_VC: Tensor) -> tuple[Tensor, Tens
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RC.dtype
     )
     return hidden_RC.to(dtype), weight_VC.to(dtype)
+
+
+class _WholeCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RC: Tensor,
+        weight_VC: Tensor,
+        labels_R: Tensor,
+        weights_R: Tensor,
+        chunk_tokens: int,
+        softcap: float | None,
+        backend: str,
+    ) -> Tensor:
+        """Returns the loss, and keeps d loss / d logits of all rows, [R, V] in the compute dtype.
+
+        Logits are made in chunks, so that one pass reads a chunk and writes its gradient elsewhere:
+        in its place it would be two. The products of gradients wait for the backward pass, which
+        begins here: one each, with no sum over chunks, and the incoming gradient scales [R, C]
+        tensors in place of the head's.
+        """
+        grad_logits = hidden_RC.new_empty(len(hidden_RC), len(weight_VC))
+        total = hidden_RC.new_zeros((), dtype=wide_dtype(hidden_RC.dtype))
+        for start in range(0, len(hidden_RC), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits = hidden_RC[rows] @ weight_VC.t()
+            total += _run_chunk_loss(
+                backend,
+                logits,
+                weight_VC.dtype,
+                labels_R[rows].clone(),
+                weights_R[rows].clone(),
+                softcap,
+                True,
+                grad_logits[rows],
+            )[0]
+            del logits
+        ctx.save_for_backward(grad_logits, hidden_RC, weight_VC)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logits, hidden_RC, weight_VC = ctx.saved_tensors
+        grad_hidden = (grad_logits @ weight_VC).mul_(grad) if ctx.needs_input_grad[0] else None
+        grad_weight = grad_logits.t() @ (hidden_RC * grad)
+        return grad_hidden, grad_weight, *[None] * 5
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -111,7 +184,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_RC) if needs_hidden else None
         grad_weight: Tensor | None = None
         total = hidden_RC.new_zeros((), dtype=wide_dtype(hidden_RC.dtype))
-        chunk_loss = compiled(_chunk_loss, backend) if backend else _chunk_loss
         for start in range(0, hidden_RC.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             # Copies: to dynamo, views that begin at 0 and elsewhere are two kinds, each with a
@@ -124,8 +196,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = at_least_fp32(logits)
             needs_grad = needs_hidden or needs_weight
             # 2
-            loss, grad_logits = chunk_loss(
-                logits, weight_VC.dtype, labels, weights, softcap, needs_grad
+            loss, grad_logits = _run_chunk_loss(
+                backend, logits, weight_VC.dtype, labels, weights, softcap, needs_grad
             )
             del logits
             total += loss
@@ -136,17 +208,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del grad_logits  # freed before the logits of the next chunk are made
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight_VC)
-        ctx.save_for_backward(
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype)
-        )
+        ctx.dtype = weight_VC.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # nobody else holds them, so they are scaled in place
-        grads = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
+        # nobody else holds them, so they are scaled in place, or on the way out of fp32
+        grads = [
+            None if saved is None else torch.mul(saved, grad, out=_in_dtype(saved, ctx.dtype))
+            for saved in ctx.saved_tensors
+        ]
         return *grads, *[None] * 5
+
+
+def _in_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor itself, or an empty one of its shape in another dtype."""
+    return values if values.dtype == dtype else torch.empty_like(values, dtype=dtype)
+
+
+def _run_chunk_loss(backend: str | None, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Calls `_chunk_loss`, compiled once for all numbers of rows where there is a backend."""
+    if backend is None:
+        return _chunk_loss(logits, *arguments)
+    for tensor in (logits, *arguments):
+        if isinstance(tensor, Tensor) and tensor.ndim:
+            compat.dynamo.maybe_mark_dynamic(tensor, 0)
+    return compiled(_chunk_loss, backend)(logits, *arguments)  # type: ignore[no-any-return]
 
 
 def _chunk_loss(
@@ -156,9 +245,10 @@ def _chunk_loss(
     weights: Tensor | None,
     softcap: float | None,
     needs_grad: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in `dtype`; uses up logits
-    in fp32.
+    """Returns the loss sum of a chunk and d loss / d (uncapped logits) in `dtype`, which is written
+    to `out` where there is one; uses up logits in fp32.
 
     log_softmax in its own input: one pass of exp instead of two and no second [rows, V] tensor; 3
     times faster than logsumexp, subtract, exp (V = 128,000, CPU).
@@ -189,7 +279,9 @@ def _chunk_loss(
         grad.scatter_add_(1, labels[:, None], grad.new_full((len(labels), 1), -1.0))
     if weights is not None:
         grad.mul_(weights[:, None])
-    return loss, (grad if slope is None else grad.mul_(slope)).to(dtype)
+    if slope is not None:
+        grad.mul_(slope)
+    return loss, grad.to(dtype) if out is None else out.copy_(grad)
 
 
 def _accumulate(total_VC: Tensor | None, grad_RV: Tensor, hidden_RC: Tensor) -> Tensor:

@@ -112,7 +112,10 @@ the last to go.
 
 
 def compile_layers(
-    layers: list[nn.Module], backend: str = "inductor", kept_frac: float = 1.0
+    layers: list[nn.Module],
+    backend: str = "inductor",
+    kept_frac: float = 1.0,
+    after: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Compiles each layer's forward, with its attention if that is a `GraphKernel`, else without it
     and the boundaries of the documents. Packs of other documents need no new graph: one too many is
@@ -120,13 +123,14 @@ def compile_layers(
 
     kept_frac  of what each graph would keep for its backward pass; the partitioner chooses what is
                computed again. For the whole process, as graphs are made when shapes come
+    after      called after each use of a graph, outside of it
     Returns what takes it back, and what was done to the layers since.
     """
     strict_graphs()
     compat.functorch_config.activation_memory_budget = kept_frac
     plain: list[tuple[Any, Any]] = [(layer, layer.forward) for layer in layers]
     for layer, forward in plain:
-        layer.forward = _with_sizes(torch.compile(forward, backend=backend_of(backend)))
+        layer.forward = _with_sizes(torch.compile(forward, backend=backend_of(backend)), after)
 
     def undo() -> None:
         for layer, forward in plain:
@@ -135,7 +139,7 @@ def compile_layers(
     return undo
 
 
-def _with_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _with_sizes(compiled: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
         documents = NOW.get()
@@ -144,6 +148,7 @@ def _with_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
         finally:
             IN_GRAPH.sizes = None
+            after()
 
     return forward
 

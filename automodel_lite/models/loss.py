@@ -485,11 +485,14 @@ class FusedLinearCrossEntropy(PlainLoss):
         if head.weight_VC is None:
             return LossOutput(_cross_entropy(inputs, weights_R), {})
         vocab_size, hidden_size = head.weight_VC.shape
+        chunk = self.chunk_tokens
+        if chunk is not None:
+            chunk = chunk_rows(chunk, hidden_size, vocab_size)
         total = linear_cross_entropy(
             head.rows,
             head.weight_VC,
             inputs.labels_R,
-            chunk_rows(self.chunk_tokens, hidden_size, vocab_size),
+            chunk,
             head.softcap,
             head.backend,
             weights_R,
@@ -514,8 +517,9 @@ def checked_loss(loss: Any) -> Loss:
         return loss
     raise ConfigError(
         f"loss={type(loss).__name__} must be a subclass of automodel_lite.models.loss.Loss with "
-        "__call__(self, inputs: LossInputs) -> LossOutput, as docs/extending.md shows; one of "
-        "(logits, labels) sets needs_logits = True and reads inputs.head.rows and inputs.labels_R."
+        "__call__(self, inputs: LossInputs) -> LossOutput, as automodel-lite docs extending shows; "
+        "one of (logits, labels) sets needs_logits = True and reads inputs.head.rows and "
+        "inputs.labels_R."
     )
 
 

@@ -32,6 +32,7 @@ from automodel_lite.models.loss import (
     check_columns,
 )
 from automodel_lite.models.neftune import EmbeddingNoise, with_keys
+from automodel_lite.models.routing import RouterLogits
 from automodel_lite.thd import ThdBatch
 
 
@@ -74,6 +75,7 @@ class LossModel(nn.Module):
         self.scores = has_score_head(lm)
         self.softcap: float | None = None if self.scores else next(filter(None, caps), None)
         self.wrap_head()
+        self.routers = RouterLogits(self._decoder_and_head[0]) if balance else None
 
     def wrap_head(self) -> None:
         """Lets the head compute a loss in place of its product; again when something else has
@@ -162,13 +164,18 @@ class LossModel(nn.Module):
         self, router_logits: list[Tensor], batch: ThdBatch, loss: Loss, heads: LookAhead | None
     ) -> Tensor:
         """Returns what `before_head` does; adds the logits of the routers, layer by layer."""
+        routers = self.routers
+        assert routers is not None
+        # of families that do not say where they are: transformers records them, uncompiled
+        options = {} if routers.is_found else {"output_router_logits": True}
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            router_logits.extend(output.router_logits)
+            router_logits.extend(routers.taken() if routers.is_found else output.router_logits)
 
-        # removed where the model raises, too
-        with self._decoder_and_head[0].register_forward_hook(record):
-            return self.before_head(batch, loss, heads, output_router_logits=True)
+        # before heads for further tokens run, which may have routers, too; removed where the model
+        # raises, too
+        with self._decoder_and_head[0].register_forward_hook(record), routers.recording():
+            return self.before_head(batch, loss, heads, **options)
 
     def _evaluate(
         self,

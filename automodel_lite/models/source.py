@@ -67,7 +67,9 @@ DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 config's dtype.
 """
 
-Experts = Annotated[str, OneOf(("auto", "grouped_mm", "batched_mm", "eager"))]
+_OFFERED = ("auto", "sorted_mm", "grouped_mm", "batched_mm", "sonicmoe", "eager")
+"""Of transformers', those that have a backward pass."""
+Experts = Annotated[str, OneOf(_OFFERED)]
 
 
 class CausalLM:
@@ -75,8 +77,9 @@ class CausalLM:
 
     `config` overrides keys of the loaded config. Without `pretrained` it is the whole config of a
     model from scratch: it needs `model_type` (llama, qwen3 ...); the vocabulary size and special
-    tokens are the tokenizer's. `experts` is transformers' `experts_implementation`: grouped_mm (one
-    product of groups), batched_mm, eager (expert by expert).
+    tokens are the tokenizer's. `experts` is sorted_mm (models/experts.py) or transformers'
+    `experts_implementation`: grouped_mm (one product of groups), batched_mm, eager (one by one) or
+    sonicmoe (a kernel for Hopper that the package `kernels` downloads).
 
     key  of this node, by which errors name a setting: `teacher` for a frozen second model
     """
@@ -88,7 +91,8 @@ class CausalLM:
         revision: str | None = None,  # of a hub repository: a branch, a tag or a commit
         # run the repository's own code; command line only, with a commit
         trust_remote_code: bool = False,
-        experts: Experts = "auto",  # how experts are computed; auto = what transformers takes
+        # how experts are computed; auto = sorted_mm on a GPU, else what transformers takes
+        experts: Experts = "auto",
         # weight of the load-balancing loss of experts; 0 = none
         router_aux_loss: Annotated[float, Range(0)] = 0.0,
         # weight of the loss of heads that predict further tokens; 0 = they are kept as they are
@@ -457,6 +461,12 @@ class CausalLM:
         if self.mtp_loss:
             add_heads(lm)
 
+    def with_experts(self, experts: str) -> CausalLM:
+        """Returns the same source with the experts computed so."""
+        chosen = copy.copy(self)
+        chosen.experts = experts
+        return chosen
+
     def balance(self, lm: transformers.PreTrainedModel) -> Balance | None:
         """Returns the load-balancing loss of `router_aux_loss`, None without; raises ConfigError
         for a family without any.
@@ -489,7 +499,10 @@ class CausalLM:
             )
         # Set before the model is built: its experts choose their function in the constructor.
         if self.experts != "auto":
-            config._experts_implementation = self.experts
+            # with the models' code
+            from automodel_lite.models.experts import use_experts
+
+            use_experts(config, self.experts)
         return config
 
 

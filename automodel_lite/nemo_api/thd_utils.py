@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automodel_lite.errors import counted
 from automodel_lite.tensors import cumulative
 from automodel_lite.thd import SEQ_LENS_PADDING
 
@@ -177,9 +178,9 @@ def document_slots(
         or int(slots.sum()) > rows * row_length
     ):
         raise ValueError(
-            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe {rows} "
-            f"rows of {row_length} tokens: each document needs one slot at least as long as "
-            "itself, inside the batch."
+            f"seq_lens={lens.tolist()} and seq_lens_padded={slots.tolist()} do not describe "
+            f"{counted(rows, 'row')} of {counted(row_length, 'token')}: each document needs one "
+            "slot at least as long as itself, inside the batch."
         )
     return lens, slots
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from automodel_lite.errors import RunStoppedError, listed
+from automodel_lite.errors import RunStoppedError, counted, listed
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.control import Control
 from automodel_lite.run.durable import json_line
@@ -114,7 +114,7 @@ class NonfiniteSteps:
         what = f"step {step}: the loss or the gradient is not finite (gradient norm {grad_norm})"
         if self.in_a_row > self.max_in_a_row:
             raise RunStoppedError(
-                f"{what}, {self.in_a_row} times in a row: the run stops; "
+                f"{what}, {counted(self.in_a_row, 'time')} in a row: the run stops; "
                 f"training.max_nonfinite_steps={self.max_in_a_row} are skipped. The packs {packs} "
                 f"are dumped in {where}; no checkpoint was written since the last good step. Look "
                 "at the data, lower optimizer.lr, or raise the warm-up."

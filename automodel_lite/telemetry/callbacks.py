@@ -15,7 +15,7 @@ from typing import Any
 
 from automodel_lite.config.components import build
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, counted, one_line
 from automodel_lite.parallel.control import Control
 from automodel_lite.redact import scrub, scrub_tree
 from automodel_lite.results import RESULTS
@@ -63,7 +63,7 @@ class JsonlLogger:
             self._write(b"", is_first=False)
         if num_lost := self._pending.count(b"\n"):
             self._say(
-                f"WARNING: {num_lost} rows of {self._name} are lost: there was no room for them"
+                f"WARNING: {counted(num_lost, 'row')} of {self._name} lost: there was no room left"
             )
 
     def _write(self, line: bytes, is_first: bool) -> None:

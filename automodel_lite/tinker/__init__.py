@@ -24,6 +24,8 @@ def install(
     models: Mapping[str, Sequence[str]] | None = None,
     folder: str | Path | None = None,
     settings: Sequence[str] = (),
+    sampler: str | None = None,
+    sampler_folder: str | Path | None = None,
 ) -> None:
     """Puts these clients in place of the service's, for the rest of the process; raises
     MissingPackageError without the package `tinker`.
@@ -33,6 +35,8 @@ def install(
               Other names are folders or hub names
     folder    of the runs, in which checkpoints are; None = runs/tinker
     settings  overrides for all models
+    sampler   address of a vLLM or SGLang server, which draws in place of the models in memory
+    sampler_folder  that the server sees, too, for the weights; None = inside `folder`
     """
     with naming_package("Tinker's API"):
         from tinker.lib import public_interfaces
@@ -47,6 +51,10 @@ def install(
         SETTINGS.folder = Path(folder)
     if settings:
         SETTINGS.overrides = tuple(settings)
+    if sampler is not None:
+        SETTINGS.sampler = sampler
+    if sampler_folder is not None:
+        SETTINGS.sampler_folder = Path(sampler_folder)
     _register_tokenizers(models or {})
     for client in (RestClient, SamplingClient, ServiceClient, TrainingClient):
         name = client.__name__

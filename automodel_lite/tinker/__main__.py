@@ -6,6 +6,7 @@ import argparse
 import runpy
 import shlex
 import sys
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def main() -> int:
         metavar="'OVERRIDES'",
         help="for all models, such as 'training.precision=fp32'",
     )
+    parser.add_argument(
+        "--sampler",
+        metavar="URL",
+        help="of a vLLM or SGLang server that draws, such as http://localhost:8000; its key, if it "
+        "has one, in SAMPLER_API_KEY",
+    )
+    parser.add_argument(
+        "--sampler-folder",
+        metavar="FOLDER",
+        help="that the server sees, too, for the weights; default inside --folder",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -48,7 +60,13 @@ def main() -> int:
         parser.error(f"{given.script} is no file: name a script, or -m and a module.")
     sys.argv = [given.script, *given.arguments]
     try:
-        install(models, given.folder, shlex.split(given.set))
+        install(
+            models,
+            given.folder,
+            shlex.split(given.set),
+            given.sampler,
+            given.sampler_folder,
+        )
         if given.module and not _is_module(given.script):
             parser.error(f"there is no module {given.script}: is its package installed?")
         if given.module:
@@ -59,7 +77,19 @@ def main() -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except Exception as error:
+        # the service's errors, behind which is a mistake in what a name or an option stands for
+        if not isinstance(error.__cause__, ConfigError):
+            raise
+        print(f"{_line_of(error, given.script)}{error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _line_of(error: Exception, script: str) -> str:
+    """Returns where in the script an error was raised: `mine.py:12: `."""
+    lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == script]
+    return f"{script}:{lines[-1]}: " if lines else ""
 
 
 def _is_module(name: str) -> bool:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from automodel_lite import SamplingClient as Server
 from automodel_lite import TrainingClient as Client
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.client.sampling import Answer, Request
+from automodel_lite.extras.client.sampling_client import Gap, Version
 from automodel_lite.extras.client.seats import Seat, Snapshot
 from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.control import all_ranks
@@ -32,12 +34,16 @@ _numbers = itertools.count()
 class Settings:
     """Of the process, by `install`.
 
+    sampler  address of the inference server that draws; None = the models in memory do
+    sampler_folder  that both see, for the weights; None = inside `folder`
     engines  by what was given for the name, and by further overrides
     """
 
     models: dict[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = Path("runs/tinker")
     overrides: tuple[str, ...] = ()
+    sampler: str | None = None
+    sampler_folder: Path | None = None
     engines: dict[tuple[Given, tuple[str, ...]], Engine] = field(default_factory=dict)
 
     def given(self, base_model: str) -> Given:
@@ -82,12 +88,15 @@ class Waiting:
 
 @dataclass(eq=False)
 class Source:
-    """The weights that answers are drawn from. owner: the run whose weights they are; None = the
-    start model's.
+    """The weights that answers are drawn from.
+
+    owner    the run whose weights they are; None = the start model's
+    version  of them on the inference server, once it has drawn by them
     """
 
     snapshot: Snapshot | None
     owner: object | None
+    version: Version | None = None
 
 
 @dataclass(eq=False)
@@ -96,9 +105,13 @@ class Engine:
 
     owner  the run whose weights the client holds; the engine itself while nobody trains
     start  the adapter as it was made
+    server  that draws in place of the client
+    gap    of the server's log-probabilities from the client's, since the last step
     """
 
     client: Client
+    server: Server | None = None
+    gap: Gap = field(default_factory=Gap)
     seats: dict[object, Seat] = field(default_factory=dict)
     owner: object | None = None
     start: Seat | None = None
@@ -112,6 +125,8 @@ class Engine:
         places = (f"output_dir={folder.resolve()}/{name}", f"name={name}", "loss=cross_entropy")
         client = Client(preset, *overrides, *places)
         engine = cls(client)
+        if SETTINGS.sampler is not None:
+            engine.server = Server(SETTINGS.sampler, client, SETTINGS.sampler_folder)
         if engine.has_adapter:
             engine.start = client.leave()
         return engine
@@ -184,17 +199,43 @@ class Engine:
         """Draws for requests of one source; where one of them is wrong, each on its own, so that it
         fails alone.
         """
+        source = waiting[0].source
         try:
-            with self.weights_of(waiting[0].source) as client:
-                drawn = client.draw([one.request for one in waiting])
+            with self.weights_of(source) as client:
+                requests = [one.request for one in waiting]
+                drawn = self._answers(client, source, requests)
                 for one, answers in zip(waiting, drawn):
                     one.settle(client, answers)
         except Exception as error:
-            if len(waiting) == 1:
-                waiting[0].fail(error)
+            # a server that does not answer fails them all
+            if len(waiting) == 1 or isinstance(error, OSError):
+                for one in waiting:
+                    one.fail(error)
                 return
             for one in waiting:
                 self._draw([one])
+
+    def _answers(
+        self, client: Client, source: Source, requests: Sequence[Request]
+    ) -> list[list[Answer]]:
+        """Returns the answers with the numbers of what has drawn them: scripts take ratios to
+        these. The server has its own start model, which may be another one.
+        """
+        if self.server is None or source.snapshot is None:
+            return client.draw(requests)
+        if source.version is None or not self.server.has(source.version):
+            source.version = self.server.publish()
+        answers = self.server.draw_from(source.version, requests)
+        self.server.measured(requests, answers)
+        self.gap = self.gap.joined(self.server.gap)
+        return answers
+
+    def take_gap(self) -> dict[str, float]:
+        """Returns the metrics of the gap since the last step, which ends here."""
+        gap, self.gap = self.gap, Gap()
+        if not gap.num_tokens:
+            return {}
+        return {"sampler_gap:mean": gap.mean, "sampler_gap:max": gap.max}
 
 
 def fresh(start: Seat) -> Seat:

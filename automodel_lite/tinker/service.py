@@ -14,7 +14,7 @@ from tinker import types
 from tinker.lib.public_interfaces.custom_loss import LossHandle, trace_loss
 
 from automodel_lite.tinker import paths
-from automodel_lite.tinker.engines import SETTINGS, Source
+from automodel_lite.tinker.engines import SETTINGS, Engine, Source
 from automodel_lite.tinker.futures import ClientFuture, Future, done
 from automodel_lite.tinker.paths import Metadata
 from automodel_lite.tinker.refusals import bad_request, note, of_service, refusing
@@ -244,13 +244,13 @@ class ServiceClient:
             # a model that is in memory has its start model inside, without the adapter
             for engine in SETTINGS.loaded(base_model):
                 if engine.has_adapter:
-                    return SamplingClient(engine, Source(None, None), base_model)
+                    return _of_start_model(engine, base_model)
             engine = SETTINGS.engine(base_model, [])
             if engine.owner is None:
                 engine.owner = engine
             if engine.owner is engine:
                 return SamplingClient(engine, Source(engine.client.snapshot(), engine), base_model)
-            return SamplingClient(engine, Source(None, None), base_model)
+            return _of_start_model(engine, base_model)
 
         return done(make, ClientFuture)  # type: ignore[no-any-return]
 
@@ -282,6 +282,12 @@ class ServiceClient:
 
     def create_rest_client(self) -> RestClient:
         return RestClient()
+
+
+def _of_start_model(engine: Engine, base_model: str) -> SamplingClient:
+    if engine.server is not None:
+        note(f"answers of {base_model} before training are drawn here: --sampler has later weights")
+    return SamplingClient(engine, Source(None, None), base_model)
 
 
 def _check_optimizer(optimizer: types.OptimizerConfig | None) -> None:

@@ -182,7 +182,7 @@ class TrainingClient:
                     eps=given.eps,
                     weight_decay=given.weight_decay,
                 )
-            metrics = {"unclipped_grad_l2:mean": step.grad_norm}
+            metrics = {"unclipped_grad_l2:mean": step.grad_norm} | self.engine.take_gap()
             if step.is_skipped:
                 metrics["nonfinite_step:max"] = 1.0
             return types.OptimStepResponse(metrics=metrics)
@@ -330,7 +330,9 @@ class TrainingClient:
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> ClientFuture[SamplingClient]:
-        """Makes a client of the weights as they are now; nothing is written."""
+        """Makes a client of the weights as they are now; an inference server gets them when the
+        first answer is wanted.
+        """
 
         def call() -> SamplingClient:
             if name is not None:

@@ -8,7 +8,7 @@ from math import lcm
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import TrainingPlan
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 
 
 def check_keep_best(config: Config, max_steps: int) -> None:
@@ -29,7 +29,8 @@ def check_keep_best(config: Config, max_steps: int) -> None:
         cure = f"checkpoint.every_steps={step} {cure}"
     raise ConfigError(
         f"checkpoint.keep_best={keep_best} compares checkpoints whose step is validated, and with "
-        f"{settings} the last of {max_steps:,} steps is the only one: set {cure}, or keep_best=0."
+        f"{settings} the last of {counted(max_steps, 'step')} is the only one: set {cure}, or "
+        "keep_best=0."
     )
 
 
@@ -46,7 +47,7 @@ def notes_beyond_plan(config: Config, plan: TrainingPlan) -> list[str]:
 
     def note(setting: str, first_step: int, what: str) -> None:
         if first_step > num:
-            notes.append(f"{setting} {what}: this run has {num:,} steps")
+            notes.append(f"{setting} {what}: this run has {counted(num, 'step')}")
 
     validates = training.val_every_steps
     note(f"training.val_every_steps={validates}", validates, "validates only at the end")

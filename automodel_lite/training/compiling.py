@@ -12,9 +12,7 @@ from automodel_lite import compat
 from automodel_lite.attention.documents import runs_by_rows
 from automodel_lite.config.schema import TrainingConfig
 from automodel_lite.config.sizes import ceil_div
-from automodel_lite.errors import (
-    one_line,
-)
+from automodel_lite.errors import ConfigError, counted, one_line
 from automodel_lite.graphs import compiled_graphs, graph_breaks
 from automodel_lite.models.layers import (
     KEPT_FRAC,
@@ -59,13 +57,17 @@ def compile_model(
     training = parts.training
     layers = decoder_layers(model.loss_model.lm)
     how = (training.activation_checkpointing, parts.advanced.recompute_every_layers)
-    cannot_compile = model.loss_model.balance is not None or runs_by_rows(model.loss_model.lm)
-    if cannot_compile or not compiles(training, mesh.device.type == "cuda"):
+    routers = model.loss_model.routers
+    if not compiles(training, mesh.device.type == "cuda"):
         recompute_layers(layers, *how)
         return "off"
+    if reason := why_uncompiled(parts, model):
+        recompute_layers(layers, *how)
+        return f"off: {reason}"
     # which compiled graphs do themselves
     is_selective = training.activation_checkpointing == "selective"
-    undo = compile_layers(layers, backend, KEPT_FRAC if is_selective else 1.0)
+    kept_frac = KEPT_FRAC if is_selective else 1.0
+    undo = compile_layers(layers, backend, kept_frac, routers.drop if routers else lambda: None)
     if not is_selective:
         recompute_layers(layers, *how)
     model.loss_model.loss_backend = backend
@@ -91,11 +93,32 @@ def compile_model(
     finally:
         for parameter in model.parameters():
             parameter.grad = None
-    line = f"{compiled_graphs() - graphs} graphs in {time.monotonic() - began:.0f} s"
+    line = f"{counted(compiled_graphs() - graphs, 'graph')} in {time.monotonic() - began:.0f} s"
     if broken := graph_breaks() - breaks:
-        places = ", ".join(f"{reason} ({times} times)" for reason, times in broken.items())
+        places = ", ".join(
+            f"{reason} ({counted(times, 'time')})" for reason, times in broken.items()
+        )
         line += f"; parts of the layers run uncompiled: {places}"
     return line
+
+
+def why_uncompiled(parts: RunParts, model: ParallelModel) -> str:
+    """Returns why layers run without graphs though one may compile; raises ConfigError where
+    training.compile=true asks for graphs.
+    """
+    if runs_by_rows(model.loss_model.lm):  # which a check has refused with training.compile=true
+        return "documents run as rows of many shapes"
+    routers = model.loss_model.routers
+    if routers is None or routers.is_found:
+        return ""
+    if parts.training.compile is True:
+        name = type(model.loss_model.lm).__name__
+        raise ConfigError(
+            f"model.router_aux_loss={parts.model.router_aux_loss} with training.compile=true: "
+            f"transformers does not tell which modules the routers of {name} are: set "
+            "training.compile=false."
+        )
+    return "model.router_aux_loss, of routers that transformers records by itself"
 
 
 def worst_case_batch(parts: RunParts, num_ids: int) -> ThdBatch:

@@ -20,7 +20,6 @@ from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.tokens.tokenizer import vocabulary_of
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import size_of
-from automodel_lite.models.layers import has_experts
 from automodel_lite.models.settings import describe_with
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.exchange import choose_exchange
@@ -100,13 +99,12 @@ def decide_layout(
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe_with(parts.model.settings, partial(describe, config))
     parts.model.add_heads(described)
-    experts = parts.model.experts
-    key = parts.model.key
-    if experts != "auto" and not has_experts(described):
-        raise ConfigError(
-            f"{key}.experts={experts}: {type(described).__name__} has no experts that are computed "
-            f"so: set {key}.experts=auto."
-        )
+    # with the models' code
+    from automodel_lite.models.experts import choose_experts
+
+    source = parts.model
+    experts = choose_experts(source.experts, described, device, source.key)
+    parts = replace(parts, model=source.with_experts(experts))
     parts.model.balance(described)  # a model without routers is refused
     return Decided.of(
         parts,

@@ -31,6 +31,7 @@ from automodel_lite.errors import DataError
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.layers import local
 from automodel_lite.models.loss import Loss, LossOutput
+from automodel_lite.parallel.compute_weights import WritesCopies
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
@@ -221,6 +222,13 @@ class TrainingEngine(Engine):
 
     optimizer: Optimizer
 
+    def __post_init__(self) -> None:
+        weights = self.model.weights
+        # on a CPU torch's own kernel is the faster one
+        is_gpu = self.mesh.device.type == "cuda"
+        if weights is not None and is_gpu and isinstance(self.optimizer, WritesCopies):
+            weights.written_by(self.optimizer)
+
     @classmethod
     def of(cls, built: BuiltModel, mesh: Mesh) -> TrainingEngine:
         """Builds the optimizer of a model; raises ConfigError."""
@@ -238,7 +246,12 @@ class TrainingEngine(Engine):
         """
         parameters = list(self.model.parameters())
         if divisor != 1:
+            for parameter in parameters:  # a quotient is no value of bf16
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    parameter.grad = parameter.grad.to(parameter.dtype)
             torch._foreach_div_([local(p.grad) for p in parameters if p.grad is not None], divisor)
         norm = apply_gradients(self.optimizer, parameters, loss_sum, max_norm)
+        if self.model.weights is not None:
+            self.model.weights.stepped()
         self.optimizer.zero_grad()
         return norm

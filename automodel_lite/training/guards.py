@@ -26,7 +26,7 @@ from torch import Tensor
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.feed import DeviceStep
 from automodel_lite.data.feeding.source import Cursor, PackSource
-from automodel_lite.errors import ConfigError, PeerError, RunStoppedError
+from automodel_lite.errors import ConfigError, PeerError, RunStoppedError, counted
 from automodel_lite.launched import rank, world_size
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.parallel.control import Control, open_control
@@ -224,7 +224,7 @@ class Guards:
         rank calls it.
         """
         if bad := self.nonfinite.in_a_row:
-            return f"the loss or the gradient of the last {bad} steps is not finite"
+            return f"the loss or the gradient of the last {counted(bad, 'step')} is not finite"
         return "" if are_finite(parameters, self.ranks) else "the trained weights are not finite"
 
     def check_finite(self, parameters: Iterable[Tensor]) -> None:

@@ -35,7 +35,7 @@ from automodel_lite.parallel.sharding import copies_of_experts
 from automodel_lite.training.settings import Decided, RunParts
 
 _FP32 = 4  # bytes
-_NF4 = 0.52  # with its scales, themselves in 8 bits
+NF4_BYTES = 0.52  # of a weight, with its scales, themselves in 8 bits
 _TRIED = 256  # rows and columns of the matrix that an optimizer is tried on
 
 
@@ -93,7 +93,7 @@ def estimate_memory(
     held = decided.model.stored_dtype(decided.config).itemsize if trains_all else compute
     # embedding, head, towers and stacked experts are not quantized
     in_layers = size.parameters - size.embedding - size.towers - size.all_experts
-    spared = (compute - _NF4) * in_layers * decided.is_quantized
+    spared = (compute - NF4_BYTES) * in_layers * decided.is_quantized
     on_gpu = 0.0 if decided.mesh.cpu_offload else 1.0
     learning = trained if num_trained is None else num_trained + copied
     gradients = master * learning / shards * on_gpu

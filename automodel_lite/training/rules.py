@@ -88,16 +88,8 @@ def _axes_rules(parts: RunParts, strategy: str) -> Iterator[ConfigError]:
 def _compile_rules(parts: RunParts) -> Iterator[ConfigError]:
     """Yields what compiled layers do not support."""
     training = parts.training
-    aux_loss = parts.model.router_aux_loss
     if training.compile is not True:
         return
-    if aux_loss:
-        yield ConfigError(
-            f"model.router_aux_loss={aux_loss} with training.compile=true: the outputs of the "
-            "routers are recorded, which compiled layers do not support",
-            key="model.router_aux_loss",
-            cure="set training.compile=false",
-        )
     is_selective = training.activation_checkpointing == "selective"
     if is_selective and parts.advanced.recompute_every_layers > 1:
         yield ConfigError(

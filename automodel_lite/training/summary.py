@@ -13,6 +13,7 @@ from automodel_lite.data.feeding.planned import epochs_of
 from automodel_lite.data.feeding.source import PackSource, TrainingPlan
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.tokens.tokenizer import vocabulary_of
+from automodel_lite.errors import counted
 from automodel_lite.models.layers import has_experts
 from automodel_lite.parallel.mesh import (
     Mesh,
@@ -42,9 +43,9 @@ def plan_lines(
     packing = "while it is read: exact_fill over the next 256 documents"
     if report:
         head = (
-            f"{report.strategy}: {report.packs:,} packs of {report.packed_sequence_size:,}, "
-            f"{report.documents_per_pack_mean:.1f} documents per pack, fill {report.fill_frac:.1%} "
-            f"(padded batches: {report.padded_fill_frac:.1%})"
+            f"{report.strategy}: {counted(report.packs, 'pack')} of "
+            f"{report.packed_sequence_size:,}, {report.documents_per_pack_mean:.1f} documents per "
+            f"pack, fill {report.fill_frac:.1%} (padded batches: {report.padded_fill_frac:.1%})"
         )
         packing = "\n".join([head, *(f"{topic} {text}" for topic, text in report.remarks())])
     schedule = config.lr_scheduler  # one without a warm-up has neither
@@ -54,8 +55,8 @@ def plan_lines(
     lines = steps_text(plan, report, num_warmup_steps, config.training.global_batch_documents)
     if config.training.max_steps is None and plan.max_steps < LEAST_STEPS:
         lines += (
-            f"\nNOTE: {plan.max_steps} steps are few to learn from: {LEAST_STEPS} or more need a "
-            "larger training.num_epochs, or more data"
+            f"\nNOTE: {counted(plan.max_steps, 'step', 'is')} few to learn from: {LEAST_STEPS} or "
+            "more need a larger training.num_epochs, or more data"
         )
     every = config.training.val_every_steps
     if every and not data.val_packs and not config.samples.prompts:
@@ -67,8 +68,8 @@ def plan_lines(
     if config.training.global_batch_size == "auto" and is_open:
         size = plan.shape.global_batch_size
         most = f"at most {AUTO_BATCH_SIZE} packs, and as few as give {LEAST_STEPS} steps"
-        lines += f"\ntraining.global_batch_size=auto: {size} ({most}), {num_warmup_steps:,} steps"
-        lines += " of warm-up"
+        warmup = f"{counted(num_warmup_steps, 'step')} of warm-up"
+        lines += f"\ntraining.global_batch_size=auto: {size} ({most}), {warmup}"
     if report and config.training.max_steps is None and config.training.num_epochs is None:
         epochs, why = epochs_of(config.training, report.documents)
         lines += f"\ntraining.num_epochs: {epochs}{why.replace('training.num_epochs=null: ', '')}"
@@ -194,16 +195,16 @@ def steps_text(
     documents = (
         f" (about {report.documents_per_pack_mean * num_packs:,.0f} documents)" if report else ""
     )
-    packs = f"{shape.global_batch_size} pack{'s' if shape.global_batch_size > 1 else ''}"
+    packs = counted(shape.global_batch_size, "pack")
     width = shape.micro_batch_size * shape.dp_size
     if step_documents and report:
         documents = ""
         mean = report.packs / (plan.steps_per_epoch or 1)
-        packs = f"{step_documents:,} documents (about {mean:.3g} pack{'s' if mean > 1 else ''})"
+        about = f"about {mean:.3g} pack{'s' if mean > 1 else ''}"
+        packs = f"{counted(step_documents, 'document')} ({about})"
     lines = [
         f"{plan.max_steps:,}{epochs}; a step is {packs}{documents} in micro-batches of "
-        f"{shape.micro_batch_size} on {shape.dp_size} data-parallel "
-        f"rank{'s' if shape.dp_size > 1 else ''}"
+        f"{shape.micro_batch_size} on {counted(shape.dp_size, 'data-parallel rank')}"
     ]
     if step_documents and report and mean < width:
         lines.append(
@@ -212,7 +213,7 @@ def steps_text(
         )
     elif report and report.packs < shape.global_batch_size:
         lines.append(
-            f"NOTE: the data are {report.packs:,} packs, fewer than a step takes: lower "
+            f"NOTE: the data are {counted(report.packs, 'pack')}, fewer than a step takes: lower "
             "packed_sequence.packed_sequence_size or training.global_batch_size for more steps"
         )
     if plan.max_steps <= num_warmup:

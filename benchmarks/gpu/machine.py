@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -129,6 +130,88 @@ def ceilings(device: str, size: int = 8192) -> dict[str, Any]:
         "link_gb_per_s": None,
         "data_sheet_tflops": None if peak is None else peak / 1e12,
     }
+
+
+# channels that go in and come out of the products of a layer: Llama-3.2-1B, Llama-3.1-8B
+PRODUCTS = (
+    *((2048, 2048), (2048, 512), (2048, 512), (2048, 2048)),
+    *((2048, 8192), (2048, 8192), (8192, 2048)),
+    *((4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)),
+    *((4096, 14336), (4096, 14336), (14336, 4096)),
+)
+# tokens of a document, whose queries see half as many keys on average
+DOCUMENTS = (480, 1240, 8192)
+
+
+def rates(device: str, tokens: int = 8192) -> dict[str, Any]:
+    """What the planner predicts by, some 2 s: TFLOP/s of the products of layers, forward and backward; TB/s of a sum of
+    two tensors; and TFLOP/s of attention by the keys that a query sees, beside the bytes that it moves.
+    """
+    import torch
+
+    is_cuda = device == "cuda"
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    tokens = tokens if is_cuda else 64
+    flops = took_s = 0.0
+    for channels_in, channels_out in PRODUCTS if is_cuda else PRODUCTS[:2]:
+        x = torch.randn(tokens, channels_in, device=device, dtype=dtype)
+        weight = torch.randn(channels_out, channels_in, device=device, dtype=dtype)
+        grad = torch.randn(tokens, channels_out, device=device, dtype=dtype)
+        for left, right in ((x, weight.t()), (grad, weight), (grad.t(), x)):
+            took_s += median_ms(partial(torch.mm, left, right), device) / 1e3
+            flops += 2.0 * tokens * channels_in * channels_out
+    a = torch.ones(2**30 if is_cuda else 2**20, device=device, dtype=dtype)
+    b = torch.ones_like(a)
+    bytes_per_s = 3 * a.nbytes / median_ms(partial(torch.add, a, b, out=b), device) * 1e3
+    del a, b
+    found = {
+        f"{length / 2:.0f}": attention_flops(device, length, 4 * tokens, bytes_per_s) / 1e12
+        for length in (DOCUMENTS if is_cuda else (64,))
+    }
+    check_computes(device)
+    return {
+        "verdict": "pass",
+        "product_tflops": flops / took_s / 1e12,
+        "step_tb_per_s": bytes_per_s / 1e12,
+        "attention_tflops": found,
+    }
+
+
+def attention_flops(device: str, length: int, tokens: int, bytes_per_s: float) -> float:
+    """FLOP/s of the default kernel's forward and backward on documents of one length, 32 heads on 8 of 128 channels,
+    less the seconds of the bytes that the planner counts for them.
+    """
+    import torch
+
+    from automodel_lite.attention.kernel import ReferenceAttention
+    from automodel_lite.parts.kernels.varlen import VarlenAttention
+    from automodel_lite.thd import AttentionOptions, Segments
+
+    kernel = VarlenAttention() if device == "cuda" else ReferenceAttention()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokens = tokens // length * length
+    heads, kv_heads, channels = 32, 8, 128
+    q, k, v, grad = (
+        torch.randn(tokens, number, channels, device=device, dtype=dtype, requires_grad=True)
+        for number in (heads, kv_heads, kv_heads, heads)
+    )
+    cu = torch.arange(0, tokens + 1, length, device=device, dtype=torch.int32)
+    segments = Segments(cu, cu, length, length)
+    options = AttentionOptions(channels**-0.5)
+
+    def run() -> None:
+        out = kernel(q, k, v, segments, options)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    took_s = median_ms(run, device) / 1e3
+    # 2 products forward and 5 backward, 2 FLOPs each, of a pair and channel
+    flops = 14.0 * tokens * (length + 1) / 2 * heads * channels
+    # tensors of queries: q and out; of the backward pass q, out and their gradients, and helpers of
+    # 16 + 8 bytes a value; of keys: k and v, and their gradients with a sum of each
+    of_q, of_k = q.numel(), k.numel()
+    moved = 2 * (6 * of_q + 6 * of_k) + 24 * of_q + 4 * of_k
+    least_s = 0.2 * took_s  # where a kernel moves less than that, its products are all
+    return flops / max(took_s - moved / bytes_per_s, least_s)
 
 
 def median_ms(run: Callable[[], object], device: str, repeats: int = 5) -> float:

@@ -23,19 +23,23 @@ CALLS = {"step": "steps.measure", "recipe": "recipe.rate", "feature": "recipe.fe
 class Part:
     """One line of the results: a function of `benchmarks/gpu`.
 
-    limit_s    after so many seconds its process is ended; it begins only when half of that is left
+    limit_s    after so many seconds its process is ended
+    seconds    that it is expected to take on a card; it begins only when they are left
     least_gib  of the GPU
     most_gib   of the GPU: a larger one has a row of its own for the same question
+    published  tokens per second and GPU that others report for this job, who, and with which batch
     """
 
     name: str
     call: str  # module.function
     limit_s: float = 120
+    seconds: float = 45
     arguments: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # packages
     least_gib: float = 0.0
     group: str = ""
     most_gib: float = float("inf")
+    published: str = ""
 
 
 @cache
@@ -68,7 +72,8 @@ def parts_of(row: dict[str, Any]) -> Iterator[Part]:
             call, arguments = "kernels.speed", {"kernel_name": name}
         group = f"kernel-{name}"
         limit_s = row.get("limit_s", 60)
-        yield Part(f"{group}: {case}", call, limit_s, arguments, needs, group=group)
+        seconds = row.get("seconds", 6)
+        yield Part(f"{group}: {case}", call, limit_s, seconds, arguments, needs, group=group)
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:

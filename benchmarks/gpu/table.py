@@ -24,6 +24,7 @@ def table(names: list[str], results: Results, machine: dict[str, Any]) -> str:
         _ceilings(results.get("ceilings", {})),
         _verdicts(names, results),
         _speeds(names, results),
+        _published(names, results),
         _tax(results),
         _missing(names, results),
         "One GPU: NCCL, FSDP's traffic and context parallelism were not run.",
@@ -117,6 +118,19 @@ def _speeds(names: list[str], results: Results) -> str:
             f"{found['clock_mhz']:.0f}, {found['power_w']:.0f}" if found.get("clock_mhz") else "",
         ]
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
+def _published(names: list[str], results: Results) -> str:
+    """What others report for the job of a row, each with its own card, data and batch."""
+    rows = ["| row | tokens/s | published | ratio | by |", "|---|---|---|---|---|"]
+    for name in names:
+        found = results.get(name, {})
+        if not (found.get("tokens_per_s") and found.get("published")):
+            continue
+        number, by = found["published"].split(", ", 1)
+        ratio = found["tokens_per_s"] / float(number.replace(",", ""))
+        rows.append(f"| {name} | {found['tokens_per_s']:,.0f} | {number} | {ratio:.2f} | {by} |")
     return "\n".join(rows) if len(rows) > 2 else ""
 
 

@@ -27,7 +27,6 @@ class Variant:
     lora: str = ""
     weights: str = "fp32"  # bf16: no masters, moments in bf16, too
     moments: str = ""  # of the optimizer, fp32, bf16 or 8bit; empty = as the weights
-    published: str = ""  # who reported how many tokens per second and GPU for this job
     computes: str = "bf16"  # on CUDA; fp32 computes in fp32
     micro_steps: int = 1  # forwards an optimizer step
     steps: int = 8  # a repeat

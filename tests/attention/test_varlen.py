@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +14,22 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from automodel_lite.attention.interface import choose_attention
+from automodel_lite.attention.spec import AttentionSpec
 from automodel_lite.errors import ConfigError
-from automodel_lite.parts.kernels.varlen import VarlenAttention
+from automodel_lite.parts.kernels.varlen import VarlenAttention, is_known
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
-from tests.attention.signatures import CU_K, CU_Q, K_THD, ON_GPU, PLAIN, Q_THD, V_THD, recorder
+from tests.attention.signatures import (
+    CU_K,
+    CU_Q,
+    K_THD,
+    ON_GPU,
+    PLAIN,
+    Q_THD,
+    V_THD,
+    recorder,
+    words,
+)
 
 VARLEN = "query key value cu_seq_q cu_seq_k max_q max_k"
 VARLEN_OF_2_12 = f"{VARLEN} return_aux scale window_size enable_gqa seqused_k block_table"
@@ -204,3 +219,85 @@ def test_varlen_blocks_fit_the_signature_of_torch(causal: bool) -> None:
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (24, 4), torch.float32)
         grads = VarlenAttention().block_backward(inputs, causal, out, out, lse)
         assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+FA3_FWD = words(
+    "q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k "
+    "max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin "
+    "seqlens_rotary q_descale k_descale v_descale softmax_scale is_causal window_size_left "
+    "window_size_right attention_chunk softcap is_rotary_interleaved scheduler_metadata num_splits "
+    "pack_gqa sm_margin"
+)
+FA3_BWD = words(
+    "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k seqused_q seqused_k "
+    "max_seqlen_q max_seqlen_k softmax_scale is_causal window_size_left window_size_right softcap "
+    "deterministic sm_margin"
+)
+
+
+@pytest.fixture
+def fa3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A package that registers FlashAttention-3's operations, with its arguments, on a Hopper."""
+    define = "\n".join(
+        f"library.define('{name}({', '.join(f'int {x} = 0' for x in names)}) -> int')"
+        for name, names in (("fwd", FA3_FWD), ("bwd", FA3_BWD))
+    )
+    (tmp_path / "flash_attn_interface.py").write_text(
+        f"import torch\nlibrary = torch.library.Library('flash_attn_3', 'FRAGMENT')\n{define}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        "automodel_lite.parts.kernels.varlen.activate_flash_attention_impl", lambda name: None
+    )
+    yield
+    sys.modules.pop("flash_attn_interface", None)
+
+
+def fastest(spec: AttentionSpec = ON_GPU) -> VarlenAttention:
+    kernel = VarlenAttention(
+        "fastest", varlen_attn=recorder(VARLEN_OF_2_12.split(), [], lambda a: a["query"])
+    )
+    kernel.check(spec)
+    return kernel
+
+
+def test_auto_takes_fa3_where_it_is_installed(fa3: None) -> None:
+    kernel, why = choose_attention(None, [ON_GPU])
+    assert isinstance(kernel, VarlenAttention)
+    assert kernel.implementation == "FA3"
+    assert why == "varlen: FA3 of the installed flash_attn_interface, the fastest on this GPU"
+    # what it has no kernel for goes on to the next one, and activates nothing
+    kernel, why = choose_attention(None, [replace(ON_GPU, softcap=50.0)])
+    assert kernel.name == "thd_flex"
+
+
+def test_auto_leaves_fa3_on_other_gpus_and_with_deterministic_gradients(
+    fa3: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as inside:
+        inside.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert fastest().implementation is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    kernel = fastest()
+    assert kernel.implementation is None
+    assert kernel.reason == "inside torch, the fastest that needs no package"
+
+
+def test_auto_says_why_a_package_that_is_there_is_not_taken(
+    fa3: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("import no_such_library\n")
+    kernel = fastest()
+    assert kernel.implementation is None
+    assert kernel.reason.startswith("inside torch, the fastest that needs no package. attention.")
+    assert "FA3 cannot be activated (No module named 'no_such_library')" in kernel.reason
+
+
+def test_operations_of_fa3_are_known_by_the_places_of_their_arguments() -> None:
+    assert is_known("fwd", FA3_FWD)
+    assert is_known("bwd", FA3_BWD)
+    assert not is_known("fwd", [x for x in FA3_FWD if x != "q_v"])  # an older release
+    assert not is_known("fwd", ["seqused_q", *FA3_FWD[:-1]])
+    assert not is_known("bwd", [*FA3_BWD, "sinks"])

@@ -187,6 +187,65 @@ def test_a_preset_that_is_based_on_nothing_is_one_sentence(tmp_path: Path) -> No
         )
 
 
+def test_a_misspelled_preset_hides_nothing_that_is_wrong(tmp_path: Path) -> None:
+    """The rest of the line is checked against the preset that was meant."""
+    options = ["--config-name", "finetun", "training.max_stepz=3", "optimizer=adamv", "name=x"]
+    options += ["model.pretrained=./no", "dataset.path=no.jsonl"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert code == 2
+    assert [line.split(":")[0] for line in screen.splitlines() if line] == [
+        "--config-name finetun",
+        "optimizer=adamv",
+        "training.max_stepz=3",
+        "model.pretrained=./no",
+        f"dataset.path=no.jsonl does not exist (looked in {tmp_path}).",
+    ]
+
+
+def test_a_setting_without_its_value_hides_nothing_that_is_wrong(tmp_path: Path) -> None:
+    options = ["./model", "chats.jsonl", "training.max_steps", "optimizer.lrr=1"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert code == 2
+    assert [line for line in screen.splitlines() if "optimizer" in line or "`=`" in line] == [
+        "training.max_steps: cannot be read as key=value: there is no `=`: write training.max_steps=... .",
+        "optimizer.lrr=1: unknown key; did you mean optimizer.lr?",
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["./model", "chats.jsonl"]], ids=["keys", "words"])
+def test_a_preset_that_is_nowhere_is_one_sentence(words: list[str], tmp_path: Path) -> None:
+    options = [*words, "--config-name", "zzzz", "training.max_stepz=3"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert (code, len(screen.strip().splitlines())) == (2, 1)
+    assert screen.strip().startswith(
+        "--config-name zzzz: no such preset. The usual ones are finetune, "
+    )
+
+
+@pytest.mark.parametrize(("file", "typed"), [("own.yaml", "own"), ("own.yml", "own.yml")])
+def test_a_preset_beside_the_command_is_named_with_its_folder(
+    file: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"--config-dir \. --config-name own\.$") as raised:
+        run_command_line("recipes.train_ft:main", ["--config-name", typed])
+    assert ("rename it to own.yaml" in str(raised.value)) == (file == "own.yml")
+
+
+def test_rows_that_no_preset_reads_are_told_beside_a_missing_name(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "leads.csv").write_text("prompt,completion\n")
+    options = ["--config-name", "finetune", "model.pretrained=./model", "dataset.path=leads.csv"]
+    code, screen = in_a_process(run_recipe, tmp_path, "recipes.train_ft:main", options)
+    assert code == 2
+    assert screen.split("\n")[1:-1] == [
+        "name has no value: set name=model-leads",
+        "leads.csv: it has a header (prompt, completion) and no rows below it.",
+    ]
+
+
 def test_a_dry_run_needs_no_name(tmp_path: Path) -> None:
     options = ["--config-name", "finetune", "model.pretrained=./no", "dataset.path=no.jsonl"]
     code, screen = in_a_process(
@@ -203,7 +262,7 @@ def test_a_name_is_asked_for_where_a_folder_is_made(tmp_path: Path):
         f"--config-name finetune model.pretrained={tmp_path}/no dataset.path={tmp_path}/data.jsonl"
     )
     for recipe, said in (
-        ("train_ft", "name has no value: set name=..."),
+        ("train_ft", "name has no value: set name=no-"),
         ("inspect_data", f"{tmp_path}/no"),
     ):
         code, screen = in_a_process(run_recipe, tmp_path, f"recipes.{recipe}:main", options.split())

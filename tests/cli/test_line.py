@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_lite.cli import compose_config
-from automodel_lite.cli.line import argument_parser, is_sweep
+from automodel_lite.cli.line import argument_parser, is_sweep, parser
 from automodel_lite.errors import ConfigError
 
 PATHS = [
@@ -50,6 +50,21 @@ def test_flags_stand_anywhere_between_the_arguments() -> None:
         args = found.parse_args(line)
         assert (args.model, args.prompt, args.checkpoint) == ("m", "Hi", "best")
     assert found.parse_args(["m", "--", "--Hi"]).prompt == "--Hi"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--preset lora", "unrecognized arguments: --preset; did you mean --config-name"),
+        ("--config lora", "unrecognized arguments: --config; did you mean --config-name"),
+        ("--gpus 8", "unrecognized arguments: --gpus; did you mean --nproc"),
+        ("--config-name", "argument --config-name/-cn needs one value behind it"),
+    ],
+)
+def test_flags_of_others_are_known(line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser().parse_args(line.split())
+    assert str(caught.value) == f"{said} (--help lists the arguments)."
 
 
 def test_a_command_without_settings_offers_none() -> None:

@@ -76,7 +76,9 @@ def test_tasks_in_any_order_make_the_bytes_and_the_plan_of_one_process(
     plan = plan_of(one)
     for task in (3, 1):
         tasks.tokenize_task(many, task, 3)
-    with pytest.raises(ConfigError, match=r"1 of 3 tasks have not ended, or are damaged: 2\. Run"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 tasks has not ended, or left damaged files: 2\. Run"
+    ):
         tasks.merge_tasks(many, 3)
     tasks.tokenize_task(many, 2, 3)
     assert "cache: hit" in tasks.tokenize_task(many, 2, 3)  # one that has ended is found

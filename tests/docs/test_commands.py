@@ -43,7 +43,7 @@ COOKBOOK = [
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "score", "verify", "evaluate")
 READERS_OWN = re.compile(
     r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|--nproc(-per-node)? (8|gpu)|attention=(varlen|flash|te|flex)|"
-    r"logger=\S*(wandb|mlflow)|qlora|--config-name (finetune|llama3|qwen3)|te_|runs/(a|b|mine|pictures)\b|automodel-lite slurm"
+    r"logger=\S*(wandb|mlflow)|qlora|--config-name (finetune|llama3|qwen3)|te_|runs/(a|b|mine|pictures)\b|automodel-lite (slurm|proof)|--config-dir"
 )
 
 
@@ -110,6 +110,8 @@ def test_it_composes(command: Command):
         return
     given = [text for text in line.overrides if not text.startswith("hydra")]
     words = [text for text in given if "=" not in text]
+    if command.recipe == "verify" and words:  # of a run, whose settings it reads
+        return
     if takes_words(Recipe(f"recipes.{command.recipe}:main"), words, line.config_name):
         # the rows would choose the preset
         line.config_name = line.config_name or "finetune"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -18,6 +19,8 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.thd import AttentionOptions, Segments
+from docs.site_links import repository
+from docs.write_notebook import run_cells
 from recipes.train_ft import main
 from tests.attention.hybrids import InFloat64
 
@@ -47,12 +50,13 @@ def test_a_policy_learns(example, tmp_path: Path) -> None:
 
 def test_the_policy_page_shows_code_of_the_example() -> None:
     example = ROOT / "examples/rl.py"
+    code = _without_layout(example.read_text())
     assert len(example.read_text().splitlines()) <= 80
     page = (ROOT / "docs/cookbook/policies.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
-        assert block in example.read_text()
+        assert _without_layout(block) in code
 
 
 def first_step_by_hand(plain: ModuleType, seen: list[dict]) -> float:
@@ -151,6 +155,21 @@ def test_the_page_shows_code_of_the_examples() -> None:
             assert any(_without_layout(stretch) in text for text in code), stretch
 
 
+def test_the_notebook_begins_on_a_machine_without_the_package() -> None:
+    """The first cell installs what the badge opens; the others are Python and need nothing else."""
+    notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text())
+    head, install = notebook["cells"][:2]
+    address = repository().removeprefix("https://github.com/")
+    place = f"github/{address}/blob/main/examples/first_steps.ipynb"
+    assert f"https://colab.research.google.com/{place})" in "".join(head["source"])
+    assert install["metadata"]["tags"] == ["install"]
+    assert f'"automodel-lite @ git+{repository()}"' in install["source"][-1]
+    cells = run_cells(notebook)
+    assert len(cells) == 5
+    for cell in cells:
+        ast.parse("".join(cell["source"]))
+
+
 @pytest.mark.slow
 def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -158,7 +177,7 @@ def test_the_notebook_shows_what_its_cells_print(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     cells, new = (
-        [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        run_cells(json.loads(path.read_text()))
         for path in (ROOT / "examples/first_steps.ipynb", tmp_path / "new.ipynb")
     )
     stale = "stale: python docs/write_notebook.py"

@@ -220,15 +220,15 @@ def test_a_question_with_an_image() -> None:
     [
         (
             {"messages": [{"role": "user", "content": "<image> <image>"}], "image": "a.png"},
-            "has 2 image markers in its text and 1 images in its columns: they must be as many.",
+            "has 2 image markers in its text and 1 image in its columns: they must be as many.",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "has 1 image markers in its text and 0 images",
+            "has 1 image marker in its text and 0 images",
         ),
         (
             {"question": "<image>q", "answer": "a", "images": [None]},
-            "has 1 image markers in its text and 0 images",
+            "has 1 image marker in its text and 0 images",
         ),
         ({"answer": "a", "image": "a.png"}, "no text of a user before which they would stand"),
         (

@@ -124,7 +124,7 @@ def test_held_out_rows_of_the_same_words_are_others_by_their_pictures(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     given = [f"dataset.path={tmp_path}/train.jsonl", f"dataset.val_path={tmp_path}/val.jsonl"]
     notes = "\n".join(data_of(config_of_images(folder, *given)).notes)
-    assert "val: 1 of 2 rows are also trained on" in notes
+    assert "val: 1 of 2 rows is also trained on" in notes
 
 
 @pytest.mark.system

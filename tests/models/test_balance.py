@@ -25,12 +25,15 @@ from automodel_lite.data.packing.packs import join_packs, lay_out_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.errors import ConfigError
+from automodel_lite.graphs import compiled_graphs
 from automodel_lite.models.balance import balance_of
+from automodel_lite.models.experts import SORTED_MM, use_experts
+from automodel_lite.models.layers import compile_layers, decoder_layers, recompute_layers
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.parallel.context_parallel import cp_shard
-from automodel_lite.thd import ThdBatch, to_thd
+from automodel_lite.thd import ThdBatch, stream_of, to_thd
 from benchmarks.survey_models import LENGTHS, documents, load, run, save, separate, step_of
 from benchmarks.tiny_models import VOCAB, tiny_config, tiny_model
 from tests.attention.families import gradients
@@ -152,10 +155,41 @@ def test_the_balance_of_trees_over_two_ranks(exchange: str) -> None:
     assert max(run_ranks(_on_rank, 2, exchange)) < 1e-9
 
 
+def test_routers_are_recorded_in_compiled_layers() -> None:
+    """Recomputed, too: documents of other lengths need no other graph, and nothing that the
+    backward pass computes again is kept.
+    """
+    batches = [stream_of(torch.arange(24).view(rows, -1) * 5 % VOCAB, "cpu") for rows in (2, 3)]
+    steps = []
+    for coefficient, compiles in ((COEFFICIENT, False), (COEFFICIENT, True), (0.0, False)):
+        torch._dynamo.reset()
+        model = tiny_model("qwen3_moe").train()
+        use_experts(model.config, SORTED_MM)
+        install(model, ReferenceAttention())
+        loss = FusedLinearCrossEntropy()
+        loss_model = LossModel(model, loss, balance_of(model, coefficient)).train()
+        assert loss_model.routers is not None
+        first = compiled_graphs()
+        if compiles:
+            compile_layers(decoder_layers(model), "eager", after=loss_model.routers.drop)
+        recompute_layers(decoder_layers(model), "full", 1)
+        made = []
+        for batch in batches:
+            loss_model(batch).sum.backward()
+            made.append(compiled_graphs() - first)
+        assert loss_model.routers.taken() == []
+        assert made == ([4, 4] if compiles else [0, 0])
+        steps.append(gradients(model))
+    balanced, compiled, plain = steps
+    for name, gradient in balanced.items():
+        assert (compiled[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+    assert any((plain[n] - balanced[n]).abs().max() > 1e-2 * balanced[n].abs().max() for n in plain)
+
+
 BALANCED = f"model.router_aux_loss={COEFFICIENT}"
 
 
-@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm", "sorted_mm"])
 def test_the_experts_are_computed_as_asked(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_pad_id_inside_the_content_is_refused() -> None:
     ("seq_lens", "slots"), [([[5]], [[4]]), ([[2, 2]], [[4, -1000]]), ([[2, 2]], [[2, 8]])], ids=str
 )
 def test_lengths_that_do_not_fit_are_refused(seq_lens: list, slots: list) -> None:
-    with pytest.raises(ValueError, match="do not describe 1 rows of 4 tokens"):
+    with pytest.raises(ValueError, match="do not describe 1 row of 4 tokens"):
         process_input_for_thd(batch_of(seq_lens, slots, 4))
 
 

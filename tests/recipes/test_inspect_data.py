@@ -88,7 +88,7 @@ def test_inspecting_shows_every_part(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (
             [{"prompt": "x" * 300, "completion": "y" * 300}],
-            "1 of 1 documents are over packed_sequence.packed_sequence_size=64",
+            "1 of 1 document is over packed_sequence.packed_sequence_size=64",
         ),
     ],
     ids=["no answer", "all too long"],

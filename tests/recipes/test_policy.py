@@ -98,11 +98,11 @@ def test_wrong_rewards_of_a_file_get_a_sentence(folder: str, tmp_path: Path) -> 
         ),
         "none": (
             [*rows[:3], {**rows[3], "reward": None}, *rows[4:]],
-            "1 rows bring no `reward` or no `group`",
+            "1 row brings no `reward` or no `group`",
         ),
         "alone": (
             [{**rows[0], "group": None}, *rows[1:]],
-            "1 rows bring no `reward` or no `group`",
+            "1 row brings no `reward` or no `group`",
         ),
         "list": (
             [rows[0], rows[1] | {"reward": [1.0]}],

@@ -55,7 +55,7 @@ ARGUMENTS = [
     ("export_hf", ["{run}", "--to", "{run}"], "exists already: choose another folder."),
     ("export_hf", ["{run}", "--to", "/proc/nothing/x"], "/proc/nothing/x cannot be written"),
     ("plan", ["--config-name", "smoke", "--gpus", "0"], "argument --gpus: 0 must be at least 1"),
-    ("plan", ["--config-name", "smoke", "--gpu", "h1"], "--gpu h1: choose one of a100-40"),
+    ("plan", ["--config-name", "smoke", "--gpu", "h1"], "--gpu h1: not known; did you mean h100-80? Choose one of a100-40"),
     ("plan", ["--config-name", "smoke", "--price-per-gpu-hour", "inf"], "argument --price-per-gpu-hour: inf must be a finite number."),
     ("plan", ["--config-name", "smoke", "--document-tokens", "-5"], "argument --document-tokens: -5 must be at least 1"),
     ("plan", ["--config-name", "smoke", "model.config.num_attention_heads=3"], "a model with these settings does not work"),

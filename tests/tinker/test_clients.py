@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.clients import SIZES
 from tests.models.test_policy import save_model
 from tests.ranks import fork_server, run_ranks
+from tests.servers import Sglang, Vllm, serving
 
 tinker = pytest.importorskip(
     "tinker", reason="the package tinker, of automodel-lite[tinker], is not installed"
@@ -489,3 +490,59 @@ def test_a_kill_loses_nothing_that_was_saved(kill_at: int, folder: str, tmp_path
     assert loop_on(folder, tmp_path / "killed") == pytest.approx(
         loop_on(folder, tmp_path / "whole"), rel=1e-6
     )
+
+
+# ---------------------------------------------- an inference server beside it
+@pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "an adapter"])
+def test_a_server_draws_for_an_unchanged_script(rank: int, folder: str, tmp_path: Path) -> None:
+    stand_in = Sglang(folder) if rank else Vllm(folder, torch.bfloat16)
+    with serving(stand_in) as url:
+        service = begin(tmp_path, *([] if rank else ["peft=none"]))
+        SETTINGS.sampler = url
+        client = service.create_lora_training_client(folder, rank=rank).result()
+        prompt = types.ModelInput.from_ints([5, 6, 7])
+        params = types.SamplingParams(max_tokens=4, seed=3, stop=[])
+        numbers = []
+        for number in range(2):
+            sampler = client.save_weights_and_get_sampling_client().result()
+            futures = [
+                sampler.sample(prompt, 2, params, include_prompt_logprobs=True) for _ in range(2)
+            ]
+            answer = futures[0].result().sequences[0]
+            numbers.append(answer.logprobs[0])
+            own = sampler.compute_logprobs(
+                prompt.append(types.EncodedTextChunk(tokens=answer.tokens))
+            ).result()
+            distance = np.abs(np.array(own[3:]) - answer.logprobs).max()
+            # of the server, which rounds where it is told to
+            assert distance < 1e-4 if rank else 1e-4 < distance < 0.1
+            whole = prompt.append(types.EncodedTextChunk(tokens=answer.tokens[:-1]))
+            inputs = {
+                "target_tokens": [6, 7, *answer.tokens],
+                "logprobs": [0.0, 0.0, *answer.logprobs],
+                "advantages": [0.0, 0.0, 1.0, 1.0, 1.0, 1.0],
+            }
+            client.forward_backward(
+                [types.Datum(model_input=whole, loss_fn_inputs=inputs)], "cispo"
+            )
+            metrics = client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics
+            assert 0 < metrics["sampler_gap:mean"] <= metrics["sampler_gap:max"] < 0.1
+            # the sampler of the step before is gone
+            assert len(stand_in.adapters) == (1 if rank else 0)
+            assert stand_in.version.endswith("default" if rank else f"-{number + 1:06d}")
+        # saved weights are drawn from, too, and earlier ones are sent again
+        path = client.save_weights_for_sampler("end").result().path
+        again = service.create_sampling_client(model_path=path).result()
+        assert again.sample(prompt, 1, params).result().sequences[0].logprobs[0] != numbers[-1]
+        assert sampler.sample(prompt, 1, params).result().sequences[0].logprobs[0] == pytest.approx(
+            numbers[-1]
+        )
+    with pytest.raises(ConnectionError, match="does not answer"):
+        sampler.sample(prompt, 1, params).result()
+
+
+def test_a_server_that_is_not_there_is_a_sentence(folder: str, tmp_path: Path) -> None:
+    service = begin(tmp_path)
+    SETTINGS.sampler = "http://127.0.0.1:9"
+    with pytest.raises(tinker.BadRequestError, match=r"127.0.0.1:9 does not answer"):
+        service.create_lora_training_client(folder, rank=4).result()

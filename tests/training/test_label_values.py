@@ -259,7 +259,7 @@ def test_damaged_values_are_refused_and_computed_again(
     values.flush()
     (folder / "key.json").unlink()
     seal(folder, "x", {})
-    with pytest.raises(ConfigError, match="has no value for 1 labels: remove it"):
+    with pytest.raises(ConfigError, match="has no value for 1 label: remove it"):
         train("finetune", tmp_path / "run", *settings(models, tmp_path, *step))
 
 

@@ -103,12 +103,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "mesh.cpu_offload",
         "mesh.strategy=fsdp",
     ),
-    "routers, compiled": (
-        {"model__router_aux_loss": 0.01, "training__compile": True},
-        "fsdp",
-        "model.router_aux_loss",
-        "training.compile=false",
-    ),
     "heads and adapters": (
         {"model__mtp_loss": 0.1, "peft": PEFT},
         "none",

@@ -48,7 +48,7 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import padding_id
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, counted
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.prefix_trees import find_nodes
@@ -69,10 +69,10 @@ def check_masked(
     num_documents = max(own.num_documents, plan.counts.documents)
     if too_many := limit_exceeded(num_bad, num_documents, settings):
         raise DataError(
-            f"{name}: {plan.counts.masked_documents:,} of {num_documents:,} documents have nothing "
-            f"trained on within packed_sequence.packed_sequence_size={plan.packed_sequence_size}: "
-            f"their prompts alone fill a pack; {too_many}. Raise the size, or set "
-            "packed_sequence.overlong=split."
+            f"{name}: {counted(plan.counts.masked_documents, 'document', 'has', of=num_documents)} "
+            "nothing trained on within "
+            f"packed_sequence.packed_sequence_size={plan.packed_sequence_size}: their prompts "
+            f"alone fill a pack; {too_many}. Raise the size, or set packed_sequence.overlong=split."
         )
 
 
@@ -255,12 +255,13 @@ class PlannedPacks(PackSource):
             if size > smallest and not self.step_documents:
                 suggestions.insert(0, f"training.global_batch_size={smallest}")
             packs = len(self.packs_of(0))
-            made = f"{packs:,} packs make" if packs > 1 else "1 pack makes"
-            passes = f"{num_epochs} epochs" if num_epochs > 1 else "1 epoch"
-            few = f"{steps} steps" if steps > 1 else "1 step"
-            of_each = f"{self.step_documents:,} documents" if self.step_documents else str(size)
+            made = counted(packs, "pack", "makes")
+            of_each = str(size)
+            if self.step_documents:
+                of_each = counted(self.step_documents, "document")
             raise ConfigError(
-                f"{made} {few} of {of_each} in {passes}{why}, too few to learn from: set "
+                f"{made} {counted(steps, 'step')} of {of_each} in "
+                f"{counted(num_epochs, 'epoch')}{why}, too few to learn from: set "
                 f"{' or '.join(suggestions)}."
             )
         return TrainingPlan(min(steps, config.max_steps or steps), first, self.shape)

@@ -8,7 +8,7 @@ import numpy as np
 
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX, declared_columns
 from automodel_lite.data.document import Document
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, counted
 
 
 def tokens(row: dict[str, Any]) -> Document:
@@ -101,8 +101,8 @@ def integers_of(row: dict[str, Any], column: str, length: int | None = None) -> 
         )
     if length is not None and len(numbers) != length:
         raise DataError(
-            f"column {column} has {len(numbers)} values and input_ids {length}: the counts must be "
-            "equal."
+            f"column {column} has {counted(len(numbers), 'value')} and input_ids {length}: the "
+            "counts must be equal."
         )
     if len(numbers) and (numbers.min() < -(2**31) or numbers.max() >= 2**31):
         raise DataError(f"column {column} holds {numbers.max()}, which is not a token id.")

@@ -11,7 +11,7 @@ import numpy as np
 
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.tokens.token_rows import places_within
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, counted
 
 Part = slice | np.ndarray
 HasLabels = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -65,7 +65,7 @@ def check_overlong(
     others = ", ".join(filter(None, (drop, cut)))
     cure = f", or set packed_sequence.overlong to {others}" if others else ""
     raise DataError(
-        f"{int(long.sum())} of {len(lengths)} documents are over "
+        f"{counted(int(long.sum()), 'document', 'is', of=len(lengths))} over "
         f"packed_sequence.packed_sequence_size={size}, such as document {first + extreme} with "
         f"{int(lengths[extreme])} tokens: raise it{cure}."
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from automodel_lite.config.sizes import round_up
 from automodel_lite.data.packing.plan import PackPlan, PlanCounts, pack_blocks
+from automodel_lite.errors import counted
 from automodel_lite.seed import BLOCK, seeded_order
 
 
@@ -55,7 +56,7 @@ class PackingReport(PlanCounts):
         )
         per_pack = f"from {self.documents_per_pack_min:,} to {self.documents_per_pack_max:,}"
         lines = [
-            ("documents", f"{self.documents:,} with {self.tokens:,} tokens"),
+            ("documents", f"{self.documents:,} with {counted(self.tokens, 'token')}"),
             ("length", lengths),
             (
                 "strategy",
@@ -86,23 +87,29 @@ class PackingReport(PlanCounts):
         (topic, text).
         """
         sample = (
-            f"keeps a random sample of {self.packs:,} packs; left out {self.left_out_documents:,} "
-            "documents"
+            f"keeps a random sample of {counted(self.packs, 'pack')}; left out "
+            f"{counted(self.left_out_documents, 'document')}"
         )
         remarks = [
             (self.left_out_tokens, "max_packs", sample),
-            (self.dropped_tokens, "dropped", f"{self.dropped_documents:,} over-long documents"),
-            (self.cut_tokens, "truncated", f"{self.truncated_documents:,} documents"),
+            (self.dropped_tokens, "dropped", counted(self.dropped_documents, "over-long document")),
+            (self.cut_tokens, "truncated", counted(self.truncated_documents, "document")),
             (
                 self.masked_tokens,
                 "masked",
-                f"{self.masked_documents:,} documents without a label after cutting",
+                f"{counted(self.masked_documents, 'document')} without a label after cutting",
             ),
         ]
-        lines = [(topic, f"{text}, {tokens:,} tokens") for tokens, topic, text in remarks if tokens]
+        lines = [
+            (topic, f"{text}, {counted(tokens, 'token')}")
+            for tokens, topic, text in remarks
+            if tokens
+        ]
         if self.split_documents:
             pieces = self.pieces - self.packed_documents + self.split_documents
-            lines.append(("split", f"{self.split_documents:,} documents into {pieces:,} pieces"))
+            lines.append(
+                ("split", f"{counted(self.split_documents, 'document')} into {pieces:,} pieces")
+            )
         if self.unlabeled_pieces:
             lines.append(
                 ("unlabeled", f"{self.unlabeled_pieces:,} pieces of cut documents train nothing")

@@ -41,6 +41,7 @@ from automodel_lite.data.reading.readers import (
     ConcatenatedRows,
     Placed,
     RawRows,
+    RowList,
     SpanRows,
     open_csv,
     open_json,
@@ -48,7 +49,7 @@ from automodel_lite.data.reading.readers import (
     placed,
 )
 from automodel_lite.data.reading.subsets import Asked
-from automodel_lite.errors import ConfigError, DataError, explained, listed, printable
+from automodel_lite.errors import ConfigError, DataError, counted, explained, listed, printable
 
 NUM_SNIFFED_ROWS = 20
 TEXT_KINDS = frozenset(KINDS) - {".parquet", ".arrow"}
@@ -165,7 +166,7 @@ class FilesDataset:
             self.val["val"] = NormalizedRows(source.rows, detected, held_out)
         self.train = NormalizedRows(source.rows, detected, trained)
         self.kind = kind_of_documents(detected, placed(self.train))
-        found = f"{len(self.train):,} documents, {detected.description}{labels}"
+        found = f"{counted(len(self.train), 'document')}, {detected.description}{labels}"
         if detected.classes:
             found += f", {described(detected.classes)}"
         self.description = "; ".join([f"{source.description}: {found}", *source.notes])
@@ -358,6 +359,10 @@ def open_rows(
             # a file beside a training set is not of its split; what a split chose has no others
             is_whole = file.is_file() and (file in by_split or key == "dataset.val_path")
             rows.append(_open_file(file, "train" if is_whole else split, options, key))
+    headed = [one for one in rows if isinstance(one, (RowList, tables.TableRows)) and one.header]
+    if headed and not any(map(len, rows)):  # among others, a shard may be empty
+        columns = printable(listed(headed[0].header))
+        raise DataError(f"{headed[0].name}: it has a header ({columns}) and no rows below it.")
     shown = (
         printable(found[0].name)
         if len(rows) == 1

@@ -30,7 +30,7 @@ from torch.utils.data import ConcatDataset
 
 from automodel_lite.data.document import RawRow
 from automodel_lite.data.strict_json import read_json
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, counted
 
 UTF_8 = "utf-8-sig"  # in which a byte order mark at the beginning is no text
 INDEX_BLOCK_BYTES = 64 * 2**20
@@ -250,11 +250,13 @@ class RowList:
     reading it raises.
 
     line_numbers  of each row; None: its place is its number, from 1
+    header        names of the columns, where a file has them even without a row
     """
 
     rows: Any
     name: str
     line_numbers: Sequence[int] | None = None
+    header: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -389,7 +391,7 @@ def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
                 values = []
                 fault = f"not CSV: {error}."
             if values is None:
-                return RowList(rows, name, line_numbers)
+                return RowList(rows, name, line_numbers, header or ())
             if header is None:
                 if fault:
                     raise DataError(f"{name}:{line}: {fault}")
@@ -407,7 +409,7 @@ def _csv_fault(values: Sequence[str], header: Sequence[str] | None, encoding: st
     pairs.
     """
     if values and header is not None and len(values) != len(header):
-        return f"{len(values)} values for {len(header)} columns."
+        return f"{counted(len(values), 'value')} for {counted(len(header), 'column')}."
     try:
         "".join(values).encode()
     except UnicodeEncodeError as error:

@@ -4,6 +4,7 @@ named.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ class TableRows:
 
     def __reduce__(self) -> tuple:
         return TableRows, (self.path, self.name)
+
+    @property
+    def header(self) -> Sequence[str]:
+        """Returns the names of the columns, which a file has even without a row."""
+        return self._table.column_names
 
     def __len__(self) -> int:
         return self._table.num_rows

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.tokens.token_rows import PAIRED, RowCounts, places_within
-from automodel_lite.errors import DataError, harmless
+from automodel_lite.errors import DataError, counted, harmless
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300
@@ -172,8 +172,8 @@ def also_trained(name: str, own: np.ndarray, trained: np.ndarray) -> list[str]:
     if not num_shared:
         return []
     return [
-        f"NOTE: {name}: {num_shared:,} of {len(own):,} rows are also trained on, word for word: "
-        "what is measured on them is not held out"
+        f"NOTE: {name}: {counted(num_shared, 'row', 'is', of=len(own))} also trained on, word for "
+        "word: what is measured on them is not held out"
     ]
 
 
@@ -218,7 +218,7 @@ def check_set(
         too_many = "nothing is left to train on"
     if too_many:
         text = (
-            f"{name}: {counts.num_documents:,} documents: {counts.num_bad:,} bad, "
+            f"{name}: {counted(counts.num_documents, 'document')}: {counts.num_bad:,} bad, "
             f"{counts.num_empty:,} empty, {counts.num_fully_masked:,} with nothing trained on "
             f"(tokenize.train_on={settings.train_on}); {too_many}."
         )
@@ -234,8 +234,9 @@ def check_set(
         raise DataError(text)
     if found.num_fully_trained == counts.num_rows and kind != "text" and settings.train_on != "all":
         raise DataError(
-            f"{name}: every token of all {counts.num_rows:,} rows is trained on, including the "
-            f"questions; only train_on=all should do that, train_on={settings.train_on} does not. "
+            f"{name}: every token of {counted(counts.num_rows, 'row')} is trained on, including "
+            "the questions; only train_on=all should do that, "
+            f"train_on={settings.train_on} does not. "
             f"{shown(found.first_row)}"
         )
     # a decision is one token, behind which nobody goes on
@@ -244,8 +245,8 @@ def check_set(
         and found.num_unstopped > MAX_UNSTOPPED_FRAC * counts.num_rows
     ):
         raise DataError(
-            f"{name}: {found.num_unstopped:,} of {counts.num_rows:,} rows do not end on a trained "
-            "stop token, so the model would not learn to stop: fix the chat template. "
+            f"{name}: {counted(found.num_unstopped, 'row', 'does', of=counts.num_rows)} not end on "
+            "a trained stop token, so the model would not learn to stop: fix the chat template. "
             f"{shown(found.unstopped)}"
         )
 

@@ -26,7 +26,7 @@ import numpy as np
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX
 from automodel_lite.data.reading.documents import Documents
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, counted
 
 ID_DTYPE = np.dtype(np.int32)
 CONTENT_HASH = "content.sha256"
@@ -54,7 +54,9 @@ class DocumentReader(ABC):
     """The same; of the longest row where a document is a tree."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {len(self):,} documents, {self.num_tokens:,} tokens>"
+        return (
+            f"<{type(self).__name__}: {counted(len(self), 'document')}, {self.num_tokens:,} tokens>"
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -415,8 +417,8 @@ class RowCounts:
     def __str__(self) -> str:
         """`2,000 documents → 1,998 rows, 151,022 tokens, 45% trained on, 2 bad skipped`."""
         parts = [
-            f"{self.num_documents:,} documents → {self.num_rows:,} rows",
-            f"{self.num_tokens:,} tokens",
+            f"{counted(self.num_documents, 'document')} → {counted(self.num_rows, 'row')}",
+            counted(self.num_tokens, "token"),
         ]
         if self.num_tokens:
             parts.append(f"{self.num_label_tokens / self.num_tokens:.0%} trained on")

@@ -62,7 +62,7 @@ from automodel_lite.data.tokens.token_rows import (
 )
 from automodel_lite.data.tokens.tokenizer import check_vocabulary
 from automodel_lite.data.tokens.trees import write_trees
-from automodel_lite.errors import ConfigError, DataError, DroppedError, listed, printable
+from automodel_lite.errors import ConfigError, DataError, DroppedError, counted, listed, printable
 from automodel_lite.progress import Progress
 
 CHUNK_DOCUMENTS = 512
@@ -627,25 +627,25 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
     notes = []
     if num := found.counts.num_with_special_tokens:
         notes.append(
-            f"NOTE: {name}: {num:,} documents have special tokens in their text, which become real "
-            f"ones (first: {found.first_special})"
+            f"NOTE: {name}: {counted(num, 'document', 'has')} special tokens in the text, which "
+            f"become real ones (first: {found.first_special})"
         )
     if found.num_trained_specials:
         notes.append(
-            f"NOTE: {name}: {found.num_trained_specials:,} documents have special tokens in "
-            f"answers, where they are trained on (first: {found.first_trained_special})"
+            f"NOTE: {name}: {counted(found.num_trained_specials, 'document', 'has')} special "
+            f"tokens in answers, where they are trained on (first: {found.first_trained_special})"
         )
     if found.num_unasked:
         notes.append(
-            f"NOTE: {name}: the last answers of {found.num_unasked:,} documents are trained "
-            "without the end of the prompt that the chat template writes for one, "
+            f"NOTE: {name}: the last answers of {counted(found.num_unasked, 'document')} are "
+            "trained without the end of the prompt that the chat template writes for one, "
             f"{found.first_unasked}: let it ask as they answer, many by "
             "tokenize.template_kwargs.enable_thinking=false, or train on answers that begin so"
         )
     if found.num_blank:
         notes.append(
-            f"NOTE: {name}: {found.num_blank:,} rows train only the end of an answer: it is empty, "
-            "or its one token begins the row, where nothing comes before it"
+            f"NOTE: {name}: {counted(found.num_blank, 'row', 'trains')} only the end of an answer: "
+            "it is empty, or its one token begins the row, where nothing comes before it"
         )
     if found.unused:
         places = [f"{printable(what)} ({place})" for what, place in found.unused.items()]

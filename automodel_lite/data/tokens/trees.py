@@ -39,6 +39,7 @@ from automodel_lite.data.tokens.token_rows import (
     flatten,
     load_rows,
 )
+from automodel_lite.errors import counted
 
 LEAST_SHARED = 64
 """Tokens that neighbors must share: a branch costs a copied token, a segment of attention and a
@@ -294,8 +295,8 @@ def write_trees(
         writer.append(flat.columns, flat.lengths)
     writer.close()
     note = (
-        f"{num_cut:,} trees over packed_sequence.packed_sequence_size={most_tokens} are cut into "
-        f"{num_parts:,}, which repeat {num_repeated:,} tokens of their beginnings"
+        f"{counted(num_cut, 'tree', 'is')} over packed_sequence.packed_sequence_size={most_tokens} "
+        f"and cut into {num_parts:,}, which repeat {num_repeated:,} tokens of their beginnings"
     )
     saved = rows.num_tokens - load_rows(folder).num_tokens + num_repeated
     facts = {"num_trees": num_trees, "num_saved_tokens": saved, "note": note if num_cut else ""}

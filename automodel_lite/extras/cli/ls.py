@@ -56,6 +56,7 @@ def ls(argv: list[str]) -> int:
         path = sources.file(args.name.removesuffix(".yaml"))
         if path is None:
             names = [
+                *known,
                 *presets_of(sources),
                 *(f"{group}/{option}" for group in known for option in known[group]),
             ]

@@ -9,7 +9,7 @@ position i, -100 where there is none) and the columns of the loss. A group is a 
 begin alike; their beginning is computed once. Under torchrun every rank makes the same calls with
 the same rows.
 
-There is no server here and no farm of samplers; several adapters take turns (`leave`, `take`).
+Several adapters take turns (`leave`, `take`). `SamplingClient` draws from an inference server.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from automodel_lite.extras.client.sampling import (
     Answer,
     Request,
     Stop,
+    requests_of,
     rows_of_answers,
 )
 from automodel_lite.extras.client.seats import Seat, Snapshot, copies, put_back
@@ -186,6 +187,7 @@ class TrainingClient:
         self._teachers: dict[tuple[str, str | None], Engine] = {}
         self._saved_extra: Any = None
         self.num_steps = 0
+        self.weights_stamp = 0  # another one after each change of the weights
         self._num_calls = 0
         self._num_items = 0.0
         self._loss = 0.0  # since the last step
@@ -386,6 +388,7 @@ class TrainingClient:
             for group, values in zip(groups, before):
                 group.update(values)
         self.num_steps += 1
+        self.weights_stamp += 1
         is_skipped = not math.isfinite(norm + mean)
         step = Step(self.num_steps, mean, norm, divisor, is_skipped)
         self.zero_grad()
@@ -416,22 +419,9 @@ class TrainingClient:
 
         seed  of this call: another one gives other answers
         """
-        if any(isinstance(prompt, str) for prompt in prompts):
-            raise TypeError("prompts are lists of ids: client.tokenizer.encode(text).")
-        requests = [
-            Request(
-                prompt=list(map(int, prompt)),
-                num_samples=num_samples,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                stop=stop,
-                # equal prompts of one call have answers of their own
-                seed=derive_seed(seed, number),
-            )
-            for number, prompt in enumerate(prompts)
-        ]
+        requests = requests_of(
+            prompts, num_samples, max_new_tokens, temperature, seed, top_p, top_k, stop
+        )
         return [[ids for ids, _ in answers] for answers in self._draw(requests, batch_size)]
 
     def draw(self, requests: Sequence[Request], batch_size: int = 64) -> list[list[Answer]]:
@@ -462,15 +452,11 @@ class TrainingClient:
         text = self._scorer.model.loss_model.lm.config.get_text_config()
         return config_value(text, "max_position_embeddings", None) or 2**31
 
-    def _draw(
-        self, requests: Sequence[Request], batch_size: int
-    ) -> list[list[tuple[list[int], bool]]]:
-        """Returns ids, and whether something has ended them. One batch holds prompts of one length,
-        so nothing is padded. Every rank gets all answers.
+    def check_requests(self, requests: Sequence[Request]) -> list[int]:
+        """Returns the ids that end an answer; raises ValueError for requests that nothing can be
+        drawn from, or that differ between ranks.
         """
-        model = self._scorer.model
-        mesh = self.mesh
-        lm = model.loss_model.lm
+        lm = self._scorer.model.loss_model.lm
         ends = stop_ids(lm, self.tokenizer, self.config.tokenize.template_kwargs)
 
         def check() -> str:
@@ -480,6 +466,17 @@ class TrainingClient:
             return json.dumps([vars(request) for request in requests], default=_as_json)
 
         _compare(self._ranks.on_all(check), "prompts")
+        return ends
+
+    def _draw(
+        self, requests: Sequence[Request], batch_size: int
+    ) -> list[list[tuple[list[int], bool]]]:
+        """Returns ids, and whether something has ended them. One batch holds prompts of one length,
+        so nothing is padded. Every rank gets all answers.
+        """
+        model = self._scorer.model
+        mesh = self.mesh
+        ends = self.check_requests(requests)
         if not requests:
             return []
         drawn = draw_answers(
@@ -559,6 +556,7 @@ class TrainingClient:
         with an optimizer of its own. What the client held is gone unless it was left.
         """
         self.keep_snapshots()
+        self.weights_stamp += 1
         parameters = self._trained()
         put_back(parameters, seat.values)
         for parameter, gradient in zip(parameters, seat.gradients):
@@ -660,6 +658,7 @@ class TrainingClient:
         """
         saver = self._folder.open()
         self.keep_snapshots()
+        self.weights_stamp += 1
         model = self.engine.model.loss_model
         if name is not None:
             return self._load_from(saver, self._folder.path_of(name), optimizer)
@@ -733,6 +732,11 @@ class TrainingClient:
             model.sharded_over,
             self.config.dataset,
         )
+
+    def own_folder(self, name: str) -> Path:
+        """Returns a folder inside the run's, which this client takes for it."""
+        self._folder.open()
+        return self._folder.guards.folder.path / name
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and whole tensor of each weight, one at a time, as `save_weights` writes

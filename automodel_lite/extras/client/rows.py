@@ -24,7 +24,7 @@ from automodel_lite.data.packing.packs import PackedDataset, Packer
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import PAIRED, TokenizedDocuments, flatten
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 from automodel_lite.extras.client.targets import IDS, NO_TARGET
 from automodel_lite.models.loss import Loss, check_columns
 
@@ -123,7 +123,7 @@ def check_rows(
             )
     if not any((row["labels"] != IGNORE_INDEX).any() for row in rows):
         raise ValueError(
-            f"none of the {len(rows)} rows has a label, so there is nothing to learn: labels[i] is "
+            f"no label in {counted(len(rows), 'row')}, so there is nothing to learn: labels[i] is "
             f"the target of position i, {IGNORE_INDEX} where there is none."
         )
     return checked
@@ -137,8 +137,9 @@ def _check_pairs(groups: Sequence[Sequence[Row]]) -> None:
         found = [np.unique(row["answers"][row["labels"] != IGNORE_INDEX]).tolist() for row in group]
         if sorted(found) != [[CHOSEN], [REJECTED]]:
             raise ValueError(
-                f"group {number} of {len(group)} rows must be one pair, [chosen, rejected], whose "
-                f"labels have answers={CHOSEN} in the one and {REJECTED} in the other."
+                f"group {number} of {counted(len(group), 'row')} must be one pair, [chosen, "
+                f"rejected], whose labels have answers={CHOSEN} in the one and {REJECTED} in the "
+                "other."
             )
 
 

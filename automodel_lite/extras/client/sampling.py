@@ -105,11 +105,16 @@ class Answer:
     log_probs  of the ids, fp32, by the weights as they are, whatever temperature, top_p and top_k
                they were drawn with
     is_ended   by an end token or a stop, not by its length
+    sampler_log_probs  the same by the arithmetic of a server that has drawn them; None where the
+               training client has
+    version    number of the weights that a server has drawn them by; None likewise
     """
 
     ids: list[int]
     log_probs: np.ndarray
     is_ended: bool
+    sampler_log_probs: np.ndarray | None = None
+    version: int | None = None
 
 
 def rows_of_answers(
@@ -123,6 +128,66 @@ def rows_of_answers(
     silent = [IGNORE_INDEX] * (len(prompt) - 1)
     return [
         {"input_ids": [*prompt, *answer][:-1], "labels": [*silent, *answer]} for answer in answers
+    ]
+
+
+def policy_rows(
+    prompt: Sequence[int],
+    answers: Sequence[Answer],
+    rewards: Sequence[float],
+    corrected: bool = True,
+) -> list[dict[str, Any]]:
+    """Returns one group of rows for a policy's loss: each answer with its reward, and with
+    `old_log_probs`, from which the ratio is taken.
+
+    corrected  also with `sampler_log_probs`, where a server has drawn: each label weighs
+               min(exp(old - sampler), truncation of the loss)
+
+    >>> answer = Answer([7], np.float32([-0.5]), False, np.float32([-0.25]), 1)
+    >>> policy_rows([5, 6], [answer], [1.0])[0]["sampler_log_probs"]
+    [0.0, -0.25]
+    """
+    if len(answers) != len(rewards):
+        raise ValueError(f"{len(rewards)} rewards were given for {len(answers)} answers.")
+    silent = [0.0] * (len(prompt) - 1)
+    rows: list[dict[str, Any]] = []
+    plain = rows_of_answers(prompt, [answer.ids for answer in answers])
+    for row, answer, reward in zip(plain, answers, rewards):
+        own = {**row, "reward": float(reward)}
+        own["old_log_probs"] = silent + answer.log_probs.tolist()
+        if corrected and answer.sampler_log_probs is not None:
+            own["sampler_log_probs"] = silent + answer.sampler_log_probs.tolist()
+        rows.append(own)
+    return rows
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]],
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    top_p: float,
+    top_k: int,
+    stop: Stop,
+) -> list[Request]:
+    """Returns requests that differ in their prompts, and in their seeds: equal prompts of one call
+    have answers of their own.
+    """
+    if any(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError("prompts are lists of ids: client.tokenizer.encode(text).")
+    return [
+        Request(
+            prompt=list(map(int, prompt)),
+            num_samples=num_samples,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=derive_seed(seed, number),
+        )
+        for number, prompt in enumerate(prompts)
     ]
 
 

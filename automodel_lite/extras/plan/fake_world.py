@@ -216,8 +216,15 @@ def as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         held.resized(storage._cdata, size)
         return result
 
-    def update(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], **_: Any) -> None:
+    def update(
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        copy: Tensor | None = None,
+        **_: Any,
+    ) -> None:
         moved = gradient.nbytes + 2 * sum(x.nbytes for x in (parameter, *state.values()))
+        moved += 0 if copy is None else copy.nbytes
         held.work[held.part][Operation("update", 0.0, moved)] += 1
 
     make = torch.tensor

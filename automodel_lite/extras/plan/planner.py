@@ -25,6 +25,7 @@ from automodel_lite.config.sizes import AUTO_BATCH_SIZE
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.extras.plan.by_layers import layer_pattern
 from automodel_lite.extras.plan.capacity import usable
+from automodel_lite.extras.plan.measured import COMPILED, MEASURED, MeasuredRates
 from automodel_lite.extras.plan.recompute import OFFLOAD, least_recomputation
 from automodel_lite.extras.plan.simulation import CountError, Simulation, simulate
 from automodel_lite.extras.plan.tracker import Message, Work
@@ -40,13 +41,14 @@ from automodel_lite.training.settings import Decided, RunParts, with_recomputati
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 SHOWN = 10
 MOST_SIMULATED = 12  # layouts that fit
-# of the bytes outside products and attention: assumed of compiled layers, not measured
-_FUSED = 1 / 3
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates of one GPU; links in one direction."""
+    """Rates of one GPU; links in one direction.
+
+    measured  what it does in a step; None = nobody has measured it, and only a bound is known
+    """
 
     gigabytes: float
     flops: float
@@ -56,11 +58,13 @@ class Gpu:
     latency_s: float = 20e-6  # of a collective that is waited for
     overlaps: bool = True  # sharded weights and gradients travel beside the computation
     source: str = "the data sheet, which no step reaches: a bound"
+    measured: MeasuredRates | None = None
 
 
 _SHEETS = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
 GPUS = {
-    name: Gpu(flops=peak_of(sheet.pop("device")) or 0.0, **sheet) for name, sheet in _SHEETS.items()
+    name: Gpu(flops=peak_of(sheet.pop("device")) or 0.0, measured=MEASURED.get(name), **sheet)
+    for name, sheet in _SHEETS.items()
 }
 
 
@@ -141,10 +145,12 @@ class Plan:
     layout: Layout
     parts: RunParts
     step: Simulation
-    # products, attention, memory, links, exchange, update -> of an optimizer step
+    # products, attention, memory, links, exchange, update -> of an optimizer step, at least
     seconds: dict[str, float]
     tokens: int  # of an optimizer step, over all GPUs
     mfu: float
+    # the same by the rates that the card was measured to reach; None where it has none
+    predicted: dict[str, float] | None = None
 
     @property
     def step_s(self) -> float:
@@ -153,6 +159,15 @@ class Plan:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.tokens / self.step_s / self.layout.shape.world_size
+
+    @property
+    def predicted_s(self) -> float | None:
+        return None if self.predicted is None else sum(self.predicted.values())
+
+    @property
+    def predicted_tokens_per_s_per_gpu(self) -> float | None:
+        seconds = self.predicted_s
+        return self.tokens / seconds / self.layout.shape.world_size if seconds else None
 
 
 @dataclass(frozen=True)
@@ -342,47 +357,85 @@ def _likely_s(job: Job, layout: Layout) -> float:
 
 def priced(job: Job, layout: Layout, parts: RunParts, step: Simulation) -> Plan:
     """Returns the plan with the seconds that its counted step takes."""
-    windows = {
-        one.window for work in step.work.values() for one in work if not isinstance(one, Message)
-    }
-    visible = {window: job.visible(window) for window in windows}
-    seconds = dict.fromkeys(("products", "attention", "memory", "links", "exchange", "update"), 0.0)
-    for name, times in (("micro", layout.micro_steps - 1), ("last", 1), ("update", 1)):
-        for key, value in _seconds(job, step.work[name], parts, visible).items():
-            seconds[key] += times * value
+    seconds = _step_seconds(job, layout, parts, step, None)
+    predicted = None
+    if job.gpu.measured:
+        predicted = _step_seconds(job, layout, parts, step, job.gpu.measured)
     tokens = layout.global_batch * parts.packed_sequence_size
     flops = job.flops.of(tokens, tokens, tokens * job.visible(job.flops.attention.window))
     batch = job.batch(parts)
     if batch is not None and batch.images is not None:
         flops += batch.images.flops * layout.micro_steps * layout.shape.dp
     mfu = flops / sum(seconds.values()) / job.world / job.gpu.flops
-    return Plan(layout, parts, step, seconds, tokens, mfu)
+    return Plan(layout, parts, step, seconds, tokens, mfu, predicted)
 
 
-def _seconds(
-    job: Job, work: Work, parts: RunParts, visible: dict[int | None, float]
+def _step_seconds(
+    job: Job, layout: Layout, parts: RunParts, step: Simulation, measured: MeasuredRates | None
 ) -> dict[str, float]:
-    """Each operation takes the longer of its FLOPs and its bytes; of what travels beside the
-    computation, a layer's share is waited for at the begin, and all that takes longer than the
-    computation.
+    """Returns the seconds of an optimizer step, by what they go into; at least these without
+    measured rates.
     """
-    gpu = job.gpu
-    parallel = 0.0
-    fused = _FUSED if parts.training.compile is not False else 1.0
+    windows = {
+        one.window for work in step.work.values() for one in work if not isinstance(one, Message)
+    }
+    visible = {window: job.visible(window) for window in windows}
+    is_compiled = parts.training.compile is not False
+    seconds = dict.fromkeys(("products", "attention", "memory", "links", "exchange", "update"), 0.0)
+    for name, times in (("micro", layout.micro_steps - 1), ("last", 1), ("update", 1)):
+        found = computing_s(step.work[name], job.gpu, measured, visible, is_compiled)
+        for key, value in (found | _links_s(job, step.work[name], sum(found.values()))).items():
+            seconds[key] += times * value
+    return seconds
+
+
+def computing_s(
+    work: Work,
+    gpu: Gpu,
+    measured: MeasuredRates | None,
+    visible: dict[int | None, float],
+    is_compiled: bool,
+) -> dict[str, float]:
+    """Returns the seconds of the operations on the GPU, by kind.
+
+    measured  None = the rates of the data sheet, of which an operation takes the longer of its
+              FLOPs and its bytes: a bound
+    visible   window -> keys that a query sees
+    Kernels of attention read and write their helpers beside their products (the gradient of the
+    queries in fp32, those of keys and values for each query head), so that both times add up.
+    """
+    flops_per_s = measured.product_flops if measured else gpu.flops
+    bytes_per_s = measured.bytes_per_s if measured else gpu.bytes_per_s
+    shares = COMPILED if is_compiled else {}
     found: defaultdict[str, float] = defaultdict(float)
     for one, times in work.items():
         if isinstance(one, Message):
-            took = times * one.bytes / job.bandwidth(one.extent)
-            if one.is_parallel and gpu.overlaps:
-                parallel += took
-            else:
-                found["exchange"] += took + times * gpu.latency_s
+            continue
+        bytes_s = one.bytes / bytes_per_s * shares.get(one.kind, 1.0)
+        if one.kind == "attention" and measured:
+            keys = visible[one.window]
+            took = one.flops * keys / measured.attention(keys) + bytes_s
         else:
             flops = one.flops * (visible[one.window] if one.kind == "attention" else 1.0)
-            bytes_s = one.bytes / gpu.bytes_per_s * (fused if one.kind == "other" else 1.0)
-            kind = {"product": "products", "other": "memory"}.get(one.kind, one.kind)
-            found[kind] += times * max(flops / gpu.flops, bytes_s)
-    compute = found["products"] + found["attention"] + found["memory"]
-    share = parallel / job.size.num_layers
-    found["links"] += share + max(parallel - compute, 0.0)
+            took = max(flops / flops_per_s, bytes_s)
+        kind = {"product": "products", "attention": "attention", "update": "update"}
+        found[kind.get(one.kind, "memory")] += times * took
     return found
+
+
+def _links_s(job: Job, work: Work, computing: float) -> dict[str, float]:
+    """Returns the seconds of messages, beside so many of computation: of what travels beside it, a
+    layer's share is waited for at the begin, and all that takes longer than the computation.
+    """
+    parallel = 0.0
+    exchange = 0.0
+    for one, times in work.items():
+        if not isinstance(one, Message):
+            continue
+        took = times * one.bytes / job.bandwidth(one.extent)
+        if one.is_parallel and job.gpu.overlaps:
+            parallel += took
+        else:
+            exchange += took + times * job.gpu.latency_s
+    share = parallel / job.size.num_layers
+    return {"exchange": exchange, "links": share + max(parallel - computing, 0.0)}

@@ -264,6 +264,7 @@ def _step(
     lm = model.loss_model.lm
     training = parts.training
     install(lm, CountedAttention())
+    held.knows(model.parameters())
     layers = decoder_layers(lm)
     recompute_layers(
         layers, training.activation_checkpointing, parts.advanced.recompute_every_layers
@@ -278,13 +279,18 @@ def _step(
     held.forget("optimizer")
 
     # the layers are told apart
+    def begin(layer: nn.Module, args: Any) -> None:
+        held.is_in_layer = True
+
     def mark(number: int, layer: nn.Module, args: Any, output: Any) -> None:
+        held.is_in_layer = False
         held.after_layers[number] = held.now
         for hidden in gpu_tensors(output):
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: held.enter("backward", number))
 
     for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(begin)
         layer.register_forward_hook(partial(mark, number))
     # micro-batches before the last are alike: two stand for any number
     dp = engine.mesh.shape.dp

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ GPU = torch.device("cpu", 0)
 class Operation(NamedTuple):
     """A kernel on the GPU.
 
-    kind    product | attention | update (of the optimizer) | other
+    kind    product | attention | update (of the optimizer) | layer (tokens inside a decoder layer)
+            | logits | other
     flops   of an attention: per key that a query sees, as the documents are not known here
     window  keys that a query sees at most; None = all of its document before it
     """
@@ -70,6 +72,9 @@ class MemoryTracker(TorchDispatchMode):
         self.part = "update"
         self.work: dict[str, Work] = {"micro": Counter(), "last": Counter(), "update": Counter()}
         self.is_parallel = False  # does what is sent now travel beside the computation?
+        # what comes now belongs to a decoder layer, which torch.compile makes few kernels of
+        self.is_in_layer = False
+        self._weight_shapes: set[torch.Size] = set()
         self._routed_tokens = routed_tokens
         self._vocab_size = vocab_size
         self._tells_layers = tells_layers
@@ -108,8 +113,26 @@ class MemoryTracker(TorchDispatchMode):
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._count_sent(func, args, kwargs or {}, result)
         elif self.phase in _COUNTED and (one := operation(func, args, kwargs or {}, result)):
+            if one.kind == "other":
+                one = one._replace(kind=self._place_of(func, args, result))
             self.work[self.part][one] += 1
         return result
+
+    def _place_of(self, func: Any, args: Any, result: Any) -> str:
+        """Returns whether an operation is of a layer's tokens, of logits, or of neither."""
+        touched = gpu_tensors((args, result))
+        if any(x.ndim > 1 and x.shape[-1] == self._vocab_size for x in touched):
+            return "logits"
+        # FSDP copies weights between layers, and autocast casts them: that is one kernel for each
+        of_weights = func.namespace == "fsdp" or func.overloadpacket.__name__ in _OF_WEIGHTS
+        of_weights = of_weights or all(
+            x.ndim == 1 or x.shape in self._weight_shapes for x in touched
+        )
+        return "layer" if self.is_in_layer and not self.is_parallel and not of_weights else "other"
+
+    def knows(self, weights: Iterable[Tensor]) -> None:
+        """Tells operations on these from operations on tokens."""
+        self._weight_shapes = {local.shape for each in weights for local in gpu_tensors([each])}
 
     def watch(self, value: Tensor, func: Any) -> None:
         """A storage counts from its first tensor on until it is freed."""
@@ -140,6 +163,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def enter(self, phase: str, layer: int | None = None) -> None:
         self.phase = phase
+        self.is_in_layer = layer is not None
         self._place = f"{phase} {layer}" if self._tells_layers and layer is not None else phase
         self.peaks[self._place] = max(self.peaks[self._place], self.now)
 
@@ -246,6 +270,14 @@ _FREE |= {
 }
 _FREE |= {"resize_", "device", "lift_fresh", "split_with_sizes", "unbind", "chunk"}
 """What moves no bytes: views, and memory that is not written yet."""
+_FILLS = frozenset(
+    {"zeros_like", "ones_like", "full_like", "rand_like", "new_zeros", "new_ones", "new_full"}
+)
+"""What reads nothing but a shape."""
+_SCATTERS = frozenset({"scatter_add_", "scatter_", "index_add_", "index_put_", "masked_fill_"})
+"""What writes a few places of its first argument."""
+_OF_WEIGHTS = frozenset({"chunk_cat", "split_with_sizes_copy", "_foreach_copy_", "_chunk_cat"})
+"""How FSDP copies weights and gradients."""
 
 
 def operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
@@ -259,7 +291,15 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | Non
     result = _own_parts(result)
     # a look-up reads the rows that it gives, not the table; a gather the places that it takes
     read = {"embedding": result, "index_select": result, "gather": args[1:]}.get(name, args)
-    touched = gpu_tensors((read, kwargs, result))
+    if name in _FILLS:
+        read = ()
+    elif name in _SCATTERS:  # read, added to, and written
+        read, result = (args[1:], args[1:]), args[1:]
+    elif name == "copy_":  # what is overwritten is not read
+        read = args[1:]
+    # `out` is the result
+    given = {key: value for key, value in kwargs.items() if key != "out"}
+    touched = gpu_tensors((read, given, result))
     moved = sum(x.nbytes for x in touched)
     if not moved:
         return None
@@ -273,17 +313,26 @@ def operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | Non
         window = next(
             (x[0] + 1 for x in args if isinstance(x, list) and len(x) == 2 and x[0] >= 0), None
         )
-        return Operation(
-            "attention", (10.0 if "backward" in name else 4.0) * query.numel(), moved, window
-        )
-    if name == "_grouped_mm":  # rows of the first, each with one matrix of the second
+        if "backward" not in name:
+            return Operation("attention", 4.0 * query.numel(), moved, window)
+        # FlashAttention adds up the queries' gradient in fp32 (cleared, added to, read and cast),
+        # and makes those of keys and values for each query head, which a sum reads
+        helpers = 16 * query.numel()
+        keys = min((x for x in touched if x.ndim == 3), key=lambda x: x.shape[1])
+        if keys.shape[1] != query.shape[1]:
+            helpers += 2 * (4 * query.numel() + 2 * keys.numel())
+        return Operation("attention", 10.0 * query.numel(), moved + helpers, window)
+    # rows of the first, each with one matrix of the second; the latter two are of models/experts.py
+    if name in ("_grouped_mm", "experts_one_by_one", "expert_gradients_one_by_one"):
         return Operation("product", 2.0 * args[0].numel() * args[1].shape[-1], moved)
     if func.overloadpacket in flop_registry:
         flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         return Operation("product", flops, moved)
-    # reads four tensors of the weights' size, and writes all but the gradient in place
+    # reads four tensors of the weights' size, and writes them in place; gradients that it scales,
+    # too
     if "adam" in name:
-        return Operation("update", 0.0, moved * 7 // 4)
+        written = 4 if kwargs.get("grad_scale") is not None else 3
+        return Operation("update", 0.0, moved * (4 + written) // 4)
     return Operation("other", 0.0, moved)
 
 

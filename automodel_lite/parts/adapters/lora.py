@@ -36,7 +36,7 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.model_files import check_model_files
 from automodel_lite.config.rules import Count, PathStr, Positive, Range, Size
-from automodel_lite.errors import ConfigError, explained, listed
+from automodel_lite.errors import ConfigError, counted, explained, listed
 from automodel_lite.models.layers import (
     has_score_head,
     local,
@@ -439,7 +439,7 @@ class Lora:
         if has_score_head(model) and "score" not in (self.modules_to_save or ()):
             whole += ", whole score"
         if self.trainable_tokens:
-            whole += f", rows of {len(self.trainable_tokens)} tokens"
+            whole += f", rows of {counted(len(self.trainable_tokens), 'token')}"
         for pattern, number in ((self.rank_pattern, "r"), (self.alpha_pattern, "alpha")):
             for end, value in (pattern or {}).items():
                 whole += f", {number} {value} on {end}"

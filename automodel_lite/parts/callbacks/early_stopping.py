@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Any
 
 from automodel_lite.config.rules import Positive, Range
-from automodel_lite.errors import ConfigError, did_you_mean
+from automodel_lite.errors import ConfigError, counted, did_you_mean
 from automodel_lite.telemetry import directions
 from automodel_lite.telemetry.callbacks import Callback, Row, RunInfo, value_of
 from automodel_lite.telemetry.directions import direction_problem
@@ -76,4 +76,6 @@ class EarlyStopping(Callback):
                 if self.min_delta >= 0
                 else f"was {-self.min_delta:g} {'above' if self.sign > 0 else 'below'} its best"
             )
-            self.run.end(f"{self.metric} {what} {self.num_worse} times in a row (best: {best})")
+            self.run.end(
+                f"{self.metric} {what} {counted(self.num_worse, 'time')} in a row (best: {best})"
+            )

@@ -70,7 +70,14 @@ from automodel_lite.data.tokens.tokenize import (
 )
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
-from automodel_lite.errors import ConfigError, DataError, explained, format_value, printable
+from automodel_lite.errors import (
+    ConfigError,
+    DataError,
+    counted,
+    explained,
+    format_value,
+    printable,
+)
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parts.datasets.stream_packing import STREAM_COUNTS, PackStream, Row
@@ -449,8 +456,8 @@ class StreamedPacks(PackSource):
         """
         name = self.documents.stream.name
         text = (
-            f"{name}: {counts['num_documents']:,} documents read, {counts['num_empty']:,} bad, "
-            f"empty or without a trained token, {counts['num_dropped']:,} over-long dropped"
+            f"{name}: {counted(counts['num_documents'], 'document')} read, {counts['num_empty']:,} "
+            f"bad, empty or without a trained token, {counts['num_dropped']:,} over-long dropped"
         )
         settings = self.job.settings
         if too_many := limit_exceeded(counts["num_empty"], counts["num_documents"], settings):

@@ -12,6 +12,7 @@ from typing import Annotated
 from automodel_lite.config.rules import Range, Seed
 from automodel_lite.data.document import Document
 from automodel_lite.data.reading.documents import DocumentList, Question
+from automodel_lite.errors import counted
 
 # capitals, phrasings, answer
 TOY = json.loads((Path(__file__).parent / "toy_chat.json").read_text())
@@ -68,9 +69,8 @@ class ToyChat:
         self.questions = [
             Question([{"role": "user", "content": asks}], answer) for asks, answer in held_out
         ]
-        self.description = (
-            f"toy_chat: {self.num_chats} generated chats, {len(held_out)} questions held out"
-        )
+        chats = counted(self.num_chats, "generated chat")
+        self.description = f"toy_chat: {chats}, {counted(len(held_out), 'question')} held out"
         self.identity = (
             f"toy_chat(num_chats={self.num_chats}, num_val_chats={self.num_val_chats}, "
             f"num_questions={self.num_questions}, seed={self.seed})"

@@ -10,7 +10,7 @@ import numpy as np
 
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.training.build import BuiltModel
 
@@ -45,7 +45,7 @@ def images_lines(data: PackSource) -> list[tuple[str, str]]:
     if not num_images:
         return [("images", NONE)]
     text = (
-        f"train: {num_images:,} images of {num_pixels:,} pixels are {num_places:,} tokens "
+        f"train: {counted(num_images, 'image')} of {num_pixels:,} pixels are {num_places:,} tokens "
         f"({num_places / max(1, rows.num_tokens):.0%}), text is {num_text:,}"
     )
     return [("images", text)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.errors import ConfigError, DataError, one_line
+from automodel_lite.errors import ConfigError, DataError, counted, one_line
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.questions import PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.rows import PlacedImage
@@ -110,7 +110,7 @@ def prompt_text(
             continue
         if text.count(marker) == num_images:
             return text
-        problem = f"it writes {text.count(marker)} of {num_images} images"
+        problem = f"it writes {text.count(marker)} of {counted(num_images, 'image')}"
     raise ConfigError(
         f"the chat template refuses the prompt ({problem}): use the model's own template."
     )

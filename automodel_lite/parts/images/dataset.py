@@ -201,7 +201,7 @@ def image_reading(
     if any(rule.of_prompt for rule in processor.rules.values()):
         raise ConfigError(
             f"model_type={processor.config.model_type}: its prompts see themselves, which is not "
-            "trained: take another family, docs/models.md lists them."
+            "trained: take another family, automodel-lite docs models lists them."
         )
     made = image_job(reading.job, processor)
     check_sample(made, sample)

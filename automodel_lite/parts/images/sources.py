@@ -33,7 +33,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from automodel_lite.data.document import IMAGE, RawRow
 from automodel_lite.data.reading.remote import PROTOCOLS
-from automodel_lite.errors import DataError, explained, one_line
+from automodel_lite.errors import DataError, counted, explained, one_line
 from automodel_lite.parts.images.colors import as_shown, bits_of
 
 RULES_VERSION = 4
@@ -379,7 +379,8 @@ def take_images(
         return _in_front(marked, len(waiting), first_texts), waiting
     if num_open != len(waiting):
         raise DataError(
-            f"has {num_open} image markers in its text and {len(waiting)} images in its columns: "
+            f"has {counted(num_open, 'image marker')} in its text and "
+            f"{counted(len(waiting), 'image')} in its columns: "
             "they must be as many."
         )
     rest = iter(waiting)
@@ -483,7 +484,7 @@ def _in_front(row: RawRow, num: int, first_texts: Sequence[str]) -> RawRow:
     if "input_ids" in row:
         cure = "bring messages or texts, of which the tokens are made here"
     raise DataError(
-        f"has {num} images, and no text of a user before which they would stand: {cure}."
+        f"has {counted(num, 'image')}, and no text of a user before which they would stand: {cure}."
     )
 
 

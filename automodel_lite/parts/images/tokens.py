@@ -36,7 +36,7 @@ from automodel_lite.data.tokens.chat import ChatRenderer
 from automodel_lite.data.tokens.encode import Encoder, Renderer
 from automodel_lite.data.tokens.rendering import Rendering
 from automodel_lite.data.tokens.tokenize import DocumentTokenizer, TokenizeJob
-from automodel_lite.errors import ConfigError, DataError, DroppedError, explained
+from automodel_lite.errors import ConfigError, DataError, DroppedError, counted, explained
 from automodel_lite.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import Rules, find_rules
@@ -89,7 +89,8 @@ class ImageProcessor:
             if not kind or "image_processor" not in attributes:
                 raise ConfigError(
                     f"model_type={self.config.model_type} has no processor of images in "
-                    "transformers: take a vision-language model, docs/models.md lists them."
+                    "transformers: take a vision-language model, automodel-lite docs models lists "
+                    "them."
                 )
 
             class OfImages(kind):  # type: ignore[misc, valid-type]
@@ -113,7 +114,7 @@ class ImageProcessor:
             raise ConfigError(
                 f"the processor of model_type={self.config.model_type} writes the text of an image "
                 "inside its call alone (it has no replace_image_token): take another family, "
-                "docs/models.md lists them."
+                "automodel-lite docs models lists them."
             )
         return made
 
@@ -141,7 +142,7 @@ class ImageProcessor:
         if of_model is None:
             raise ConfigError(
                 f"model_type={config.model_type} names no token for the place of an image "
-                "(image_token_id): take another family, docs/models.md lists them."
+                "(image_token_id): take another family, automodel-lite docs models lists them."
             )
         return int(of_model)
 
@@ -205,7 +206,7 @@ def check_tower(lm: transformers.PreTrainedModel) -> None:
     if getattr(lm.base_model, "get_image_features", None) is None:
         raise ConfigError(
             f"model_type={lm.config.model_type} has no tower of images that can be called alone "
-            "(get_image_features): take another family, docs/models.md lists them."
+            "(get_image_features): take another family, automodel-lite docs models lists them."
         )
 
 
@@ -304,7 +305,7 @@ class ImageRenderer(Renderer):
         expanded = [self._expanded(rendering, images) for rendering in found]
         if images and not any(len(one.images) == len(images) for one in expanded):
             raise DataError(
-                f"has {len(images)} images, and the chat template writes "
+                f"has {counted(len(images), 'image')}, and the chat template writes "
                 f"{max(len(one.images) for one in expanded)} of them: use the model's own template."
             )
         return [*expanded]
@@ -333,8 +334,8 @@ class ImageRenderer(Renderer):
         found = list(self.placeholder.finditer(rendering.text))
         if len(found) > len(images):
             raise DataError(
-                f"has {len(found)} times {self.marker} in its text and {len(images)} images: they "
-                "must be as many."
+                f"has {counted(len(found), 'time')} {self.marker} in its text and "
+                f"{counted(len(images), 'image')}: they must be as many."
             )
         token = self.job.processor.token
         if token != self.marker and token in rendering.text:

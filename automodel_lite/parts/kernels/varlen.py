@@ -1,7 +1,8 @@
 """torch's own FlashAttention for packed sequences: `torch.nn.attention.varlen` (CUDA, fp16 / bf16).
 
 The CUDA default: it needs no further package. Its arguments grow from version to version (2.12:
-enable_gqa), so they are looked up once, when the kernel is built.
+enable_gqa), so they are looked up once, when the kernel is built. A package of FlashAttention-3 or
+-4 goes in its place inside the same operation, so that a compiled layer stays one graph.
 
 From 2.15 on torch prefers cuDNN for causal packs on Hopper and Blackwell. cuDNN aligns queries to
 the first key, so torch takes it only where both boundaries are one object, as in plain packs
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,13 +27,17 @@ from torch.nn.attention.varlen import varlen_attn
 
 from automodel_lite.attention.kernel import refuse, require_cuda
 from automodel_lite.attention.spec import AttentionSpec
-from automodel_lite.errors import explained
+from automodel_lite.errors import ConfigError, explained
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 LARGEST_HEAD_DIM = 256
 # of flash-attn-4, whose function inside gave two values until then: torch before 2.14 unpacks two
 NEWEST_OF_TWO_VALUES = Version("4.0.0b18")
 CUDNN = "cuDNN"
+FASTEST = "fastest"
+# the modules of the packages, the fastest first; their gradients of keys and values are those of
+# the heads that there are, where FlashAttention-2 makes one for each query head and sums them
+PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 # major compute capability of the GPUs that they run on
 CAPABILITIES = {"FA3": (9,), "FA4": (9, 10), CUDNN: (9, 10)}
 OLDEST_OF_CUDNN = 92400  # for causal packs whose longest document has 128 tokens or less
@@ -43,7 +50,10 @@ class VarlenAttention:
     implementation  None for the FlashAttention-2 that torch bundles, "FA3" or "FA4" for the package
                     of that name, through torch's `activate_flash_attention_impl` (which switches it
                     for the whole process), "cuDNN" for the attention of that library, but with
-                    windows and between context-parallel ranks (for the whole process, too)
+                    windows and between context-parallel ranks (for the whole process, too);
+                    "fastest" for the first package that is installed for this GPU and has the
+                    arguments that torch gives it, else None
+    reason          why `attention=auto` takes it
     """
 
     name = "thd_varlen"
@@ -51,7 +61,8 @@ class VarlenAttention:
 
     def __init__(
         self,
-        # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package; cuDNN (torch >= 2.15)
+        # null = the FlashAttention-2 inside torch; FA3 or FA4 = that package, fastest = one of them
+        # that is installed for this GPU, else null; cuDNN (torch >= 2.15)
         implementation: str | None = None,
         varlen_attn: Callable[..., Any] = varlen_attn,
     ) -> None:
@@ -59,14 +70,9 @@ class VarlenAttention:
         # before 2.12 heads were not compared, and FlashAttention groups them by itself
         self.compares_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
         self.implementation = implementation
-        if implementation not in (None, CUDNN):
-            with explained(
-                f"attention.implementation={implementation} cannot be activated",
-                *(ImportError, ValueError, RuntimeError),
-                cure="install the package that torch names, or leave attention.implementation at "
-                "null for the FlashAttention-2 inside torch",
-            ):
-                activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
+        self.reason = "inside torch, the fastest that needs no package"
+        if implementation not in (None, CUDNN, FASTEST):
+            _activate(str(implementation))
 
     def check(self, spec: AttentionSpec) -> None:
         """Raises ConfigError off CUDA, outside fp16 / bf16, with softcap or sinks, for unusual head
@@ -97,6 +103,37 @@ class VarlenAttention:
                     "this GPU",
                     "FlashAttention needs compute capability 8.0, use attention=flex",
                 )
+        if self.implementation == FASTEST:
+            self._take_fastest(spec)
+        else:
+            self._check_implementation(spec)
+
+    def _take_fastest(self, spec: AttentionSpec) -> None:
+        """Takes the first package that is installed and supported, or none, and says why."""
+        refused = []
+        # of neither are the gradients of every head dim the same each time
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if torch.cuda.is_available() and not deterministic:
+            major, _ = torch.cuda.get_device_capability(spec.device)
+            for name, module in PACKAGES.items():
+                if major not in CAPABILITIES[name] or not _is_installed(module):
+                    continue
+                self.implementation = name
+                try:
+                    self._check_implementation(spec)
+                    _activate(name)
+                except ConfigError as error:
+                    refused.append(str(error))
+                else:
+                    self.reason = f"{name} of the installed {module}, the fastest on this GPU"
+                    return
+        self.implementation = None
+        self.reason = " ".join([f"{self.reason}." if refused else self.reason, *refused])
+
+    def _check_implementation(self, spec: AttentionSpec) -> None:
+        """Raises ConfigError for a GPU or a version that the implementation does not run on."""
+        if torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(spec.device)
             majors = CAPABILITIES.get(str(self.implementation), capability)
             if capability[0] not in majors:
                 needs = " or ".join(f"{major}.x" for major in majors)
@@ -175,6 +212,51 @@ class VarlenAttention:
             unused,
             scale=options.scale,
         )
+
+
+def _is_installed(module: str) -> bool:
+    package = module.partition(".")[0]
+    return find_spec(package) is not None and find_spec(module) is not None
+
+
+def _activate(implementation: str) -> None:
+    """Puts a package inside torch's operation; raises ConfigError where it is not there, or its
+    operations have other arguments than torch gives them.
+    """
+    with explained(
+        f"attention.implementation={implementation} cannot be activated",
+        *(ImportError, ValueError, RuntimeError),
+        cure="install the package that torch names, or leave attention.implementation at "
+        "null for the FlashAttention-2 inside torch",
+    ):
+        if implementation == "FA3" and _is_installed(PACKAGES["FA3"]):
+            _check_operations()
+        activate_flash_attention_impl(implementation)  # type: ignore[arg-type]
+
+
+# of FlashAttention-3, which torch gives by their places: their numbers, and places of some
+OPERATIONS: dict[str, tuple[int, dict[int, str]]] = {
+    "fwd": (34, {7: "cu_seqlens_q", 12: "max_seqlen_q", 23: "softmax_scale", 33: "sm_margin"}),
+    "bwd": (22, {}),
+}
+
+
+def _check_operations() -> None:
+    import_module(PACKAGES["FA3"])  # which registers them
+    for name in OPERATIONS:
+        operation = getattr(torch.ops.flash_attn_3, name).default
+        found = [argument.name for argument in operation._schema.arguments]
+        if not is_known(name, found):
+            raise ImportError(
+                f"flash_attn_3::{name} of the installed {PACKAGES['FA3']} has the arguments "
+                f"{', '.join(found)}, which are not those that torch gives"
+            )
+
+
+def is_known(operation: str, arguments: list[str]) -> bool:
+    """Are these the arguments that torch gives an operation of FlashAttention-3?"""
+    number, places = OPERATIONS[operation]
+    return len(arguments) == number and all(arguments[at] == want for at, want in places.items())
 
 
 def _check_cudnn(kernel: VarlenAttention, spec: AttentionSpec) -> None:

@@ -44,7 +44,7 @@ from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
     TokenizedDocuments,
 )
-from automodel_lite.errors import ConfigError, DataError, explained
+from automodel_lite.errors import ConfigError, DataError, counted, explained
 from automodel_lite.launched import is_first_here, rank
 from automodel_lite.models.fused_head import RowFunction
 from automodel_lite.models.loss import Loss, check_columns, label_log_probs
@@ -227,8 +227,8 @@ class Values:
         columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.columns}
         if num_missing := self._num_missing(rows, columns):
             raise ConfigError(
-                f"{folder} has no value for {num_missing:,} labels: remove it, and its values are "
-                "computed again."
+                f"{folder} has no value for {counted(num_missing, 'label')}: remove it, and its "
+                "values are computed again."
             )
         return columns
 

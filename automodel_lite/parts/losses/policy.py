@@ -33,6 +33,7 @@ from torch import Tensor
 
 from automodel_lite.columns import IGNORE_INDEX, Column
 from automodel_lite.config.rules import Only, Range
+from automodel_lite.errors import counted
 from automodel_lite.models.loss import AveragedLoss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
 
@@ -154,8 +155,8 @@ class PolicyLoss(AveragedLoss):
         is_lacking_M = (groups_M == 0) | ~np.isfinite(rewards_M)
         if is_lacking_M.any():
             raise ValueError(
-                f"{int(is_lacking_M.sum())} rows bring no `reward` or no `group`, and others do: "
-                "rewards are compared among the rows that answer the same prompt."
+                f"{counted(int(is_lacking_M.sum()), 'row', 'brings')} no `reward` or no `group`, "
+                "and others do: rewards are compared among the rows that answer the same prompt."
             )
         advantages_T = np.zeros(int(offsets[-1]), np.float32)
         compare = advantages_of if trains else _compared

@@ -12,18 +12,18 @@ checkpoint, and their random numbers would differ between replicas of a weight.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from automodel_lite import compat
 from automodel_lite.compat import local_shape_and_offset
 from automodel_lite.config.rules import PAIR, Auto, OneOf, Range
 from automodel_lite.errors import ConfigError
@@ -71,15 +71,61 @@ class LocalAdamW(torch.optim.AdamW):
     """AdamW that works on each rank's own shards: 0.6 to 1.4 ms of host time for 291 parameters,
     where DTensors take 9 to 26 ms in which the device waits. Its state stays DTensors, as
     checkpoints need it.
+
+    copies  see `WritesCopies`
     """
+
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def writes_copy(self, parameter: Tensor) -> bool:
+        """See `WritesCopies`."""
+        return True
 
     def _init_group(  # type: ignore[override]
         self, group: dict[str, Any], *lists: list[Tensor]
     ) -> bool:
         has_complex = super()._init_group(group, *lists)  # type: ignore[arg-type]
+        # What is stepped here is left out of the lists: torch's kernel has one dtype for all.
+        written = {i for i, parameter in enumerate(lists[0]) if parameter in self.copies}
+        if written:
+            self._step_and_copy(group, *([x[i] for i in sorted(written)] for x in lists if x))
         for tensors in lists:
-            tensors[:] = map(local, tensors)
+            tensors[:] = [local(x) for i, x in enumerate(tensors) if i not in written]
         return has_complex
+
+    def _step_and_copy(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        firsts: list[Tensor],
+        seconds: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        device = parameters[0].device
+        scale, skipped = scale_and_skip(self, device)
+        rate = torch.full((), group["lr"], device=device)
+        # in fp64, as torch's kernel has them: 1 - 0.999 has 4 digits in fp32
+        corrections = corrections_of(torch.stack(steps).double(), group["betas"]).unbind()
+        for parameter, gradient, first, second, of_step in zip(
+            parameters, gradients, firsts, seconds, corrections
+        ):
+            step_flat(
+                parameter,
+                gradient,
+                {"exp_avg": first, "exp_avg_sq": second},
+                self.copies[parameter],
+                corrections=of_step,
+                rate=rate,
+                scale=scale,
+                skipped=skipped,
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+        torch._foreach_add_(steps, (~skipped).to(steps[0].dtype))
 
 
 def param_groups(
@@ -120,6 +166,17 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 # -------------------------------------------------------------------------------------------------
 # small states
+def scale_and_skip(
+    optimizer: LocalAdamW | SmallAdamW, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns what gradients are divided by, and whether nothing may change."""
+    scale = optimizer.grad_scale
+    found_inf = optimizer.found_inf
+    scale = torch.ones((), device=device) if scale is None else scale
+    found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+    return scale, found_inf > 0
+
+
 class SmallAdamW(Optimizer):
     """AdamW whose moments take 4, 2 or 1 bytes a value, on weights in fp32 or bf16; `found_inf` and
     `grad_scale` as torch's fused AdamW has them.
@@ -128,8 +185,11 @@ class SmallAdamW(Optimizer):
     to the nearest one drops every change of less than 1/256. The chance is a hash of step,
     parameter and place, so that replicas stay equal, another layout of ranks rounds alike, and a
     resumed run needs no state for it.
+
+    copies  see `WritesCopies`
     """
 
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
     rounds_by_chance = True  # so weights in bf16 learn
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -146,10 +206,16 @@ class SmallAdamW(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for parameter in parameters:
             check_blocks(parameter, moments)
-        self._places = {p: place_of(p, number) for number, p in enumerate(parameters)}
+        self._places = {p: place_of(p) for p in parameters}
+        # on the device, as a copy to it would wait for what runs there
+        self._numbers = {p: torch.full((), i, device=p.device) for i, p in enumerate(parameters)}
         self._books = {
-            p.device: (codebook(True, p.device), codebook(False, p.device)) for p in self._places
+            p.device: (codebook(True, p.device), codebook(False, p.device)) for p in parameters
         }
+
+    def writes_copy(self, parameter: Tensor) -> bool:
+        """See `WritesCopies`."""
+        return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -157,43 +223,47 @@ class SmallAdamW(Optimizer):
         for group in self.param_groups:
             self.step_group(group, [p for p in group["params"] if p.grad is not None])
 
-    def scale_and_skip(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns what gradients are divided by, and whether nothing may change."""
-        scale = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
-        skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        return scale, skipped > 0
-
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Steps parameters that share their settings."""
-        for parameter in parameters:
-            state = self.state[parameter]
-            device = parameter.device
-            if not state:
-                state.update(self._new_state(parameter))
-            scale, skipped = self.scale_and_skip(device)
-            # beside the average of the weights, which is not the optimizer's
-            mine = {
-                name: local(value)
-                for name, value in state.items()
-                if name.startswith(("step", "exp_avg"))
-            }
-            if not local(parameter).numel():  # its count of steps may be the one that is saved
-                mine["step"] += ~skipped
-                continue
-            step = compiled(update) if device.type == "cuda" else update  # on a GPU in one kernel
-            step(
-                local(parameter),
-                local(parameter.grad),  # type: ignore[arg-type]
-                mine,
-                place=self._places[parameter],
-                codebooks=self._books[device],
-                rate=torch.full((), group["lr"], device=device),
-                scale=scale,
-                skipped=skipped,
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
+        for device, here in _by_device(parameters).items():
+            scale, skipped = scale_and_skip(self, device)
+            rate = torch.full((), group["lr"], device=device)
+            for parameter in here:
+                state = self.state[parameter]
+                if not state:
+                    state.update(self._new_state(parameter))
+            steps = [local(self.state[parameter]["step"]) for parameter in here]
+            numbers = torch.stack([self._numbers[parameter] for parameter in here])
+            before = torch.stack(steps)
+            corrections = corrections_of(before, group["betas"]).unbind()
+            seeds = seeds_of(numbers, before).unbind()
+            for parameter, of_step, of_streams in zip(here, corrections, seeds):
+                # A rank may hold no part of it; its count of steps may be the one that is saved.
+                if not local(parameter).numel():
+                    continue
+                # beside the average of the weights, which is not the optimizer's
+                moments = {
+                    name: local(value)
+                    for name, value in self.state[parameter].items()
+                    if name.startswith("exp_avg")
+                }
+                step_flat(
+                    local(parameter),
+                    local(parameter.grad),  # type: ignore[arg-type]
+                    moments,
+                    self.copies.get(parameter),
+                    corrections=of_step,
+                    place=self._places[parameter],
+                    seeds=of_streams,
+                    codebooks=self._books[device],
+                    rate=rate,
+                    scale=scale,
+                    skipped=skipped,
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+            torch._foreach_add_(steps, (~skipped).to(steps[0].dtype))
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         dtype, block = moments_of(tuple(parameter.shape), self.moments)
@@ -215,24 +285,40 @@ class SmallAdamW(Optimizer):
                     state[name] = state[name].to(made.dtype)
 
 
-@dataclass(frozen=True)
-class ShardOffset:
-    """Where this rank's part of a parameter lies in the whole one."""
-
-    number: int  # of the parameter in its optimizer
-    offsets: tuple[int, ...]
-    strides: tuple[int, ...]  # of the whole tensor, contiguous
+def _by_device(parameters: list[nn.Parameter]) -> dict[torch.device, list[nn.Parameter]]:
+    found: dict[torch.device, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device, []).append(parameter)
+    return found
 
 
-def place_of(parameter: Tensor, number: int) -> ShardOffset:
-    """Returns the place of this rank's shard."""
+def place_of(parameter: Tensor) -> Tensor:
+    """Returns `runs_of` this rank's part of a parameter, int64 on its device: a kernel is compiled
+    once more for other integers.
+    """
     shape = tuple(parameter.shape)
+    here = shape
     offsets = (0,) * len(shape)
     if isinstance(parameter, DTensor):
-        _, offsets = local_shape_and_offset(shape, parameter.device_mesh, parameter.placements)
-    return ShardOffset(
-        number, tuple(offsets), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    )
+        here, offsets = local_shape_and_offset(shape, parameter.device_mesh, parameter.placements)
+    return torch.tensor(runs_of(shape, here, offsets), device=local(parameter).device)
+
+
+def runs_of(shape: Sequence[int], here: Sequence[int], offsets: Sequence[int]) -> list[int]:
+    """Returns where a part of a tensor lies in the whole one: [first], the index there of its first
+    value, or, where its values are no single run, [first, length, stride] of the runs.
+
+    here, offsets  the part's shape, and where it begins along each dim
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides))
+    # Cut along dim 0, the values are one run. Cut along a further one, each index of the dims
+    # before it has a run of its own.
+    cut = [dim for dim in range(1, len(shape)) if here[dim] != shape[dim]]
+    if not cut:
+        return [first]
+    (dim,) = cut
+    return [first, math.prod(here[dim:]), math.prod(shape[dim:])]
 
 
 def moments_of(shape: tuple[int, ...], wanted: torch.dtype) -> tuple[torch.dtype, int]:
@@ -276,51 +362,107 @@ def check_blocks(parameter: Tensor, moments: torch.dtype) -> None:
         )
 
 
+def step_flat(
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: dict[str, Tensor],
+    copy: Tensor | None = None,
+    **settings: Any,
+) -> None:
+    """Calls `update`, on a GPU as one kernel, on rows of 256 values, or of the block of 8-bit
+    moments: of them there is one graph for all shapes, and a thread reads several values at a time.
+    """
+    # detached, as dynamo looks at a parameter's own gradient, which may have another dtype
+    tensors = {"parameter": parameter.detach(), "gradient": gradient, **moments}
+    if copy is not None:
+        tensors["copy"] = copy
+    if all(x.is_contiguous() for x in tensors.values()):
+        scales = moments.get("exp_avg_scale")
+        width = BLOCK if scales is None else parameter.numel() // scales.numel()
+        width = math.gcd(parameter.numel(), width)
+        for name, values in tensors.items():
+            rows = values.view(-1) if name.endswith("_scale") else values.view(-1, width)
+            # the first graph would be for this number of rows alone
+            compat.dynamo.maybe_mark_dynamic(rows, 0)
+            tensors[name] = rows
+    step = compiled(update) if parameter.device.type == "cuda" else update
+    parameter, gradient = tensors.pop("parameter"), tensors.pop("gradient")
+    step(parameter, gradient, tensors, tensors.pop("copy", None), **settings)
+
+
 def update(
     parameter: Tensor,
     gradient: Tensor,
-    state: dict[str, Tensor],
+    moments: dict[str, Tensor],
+    copy: Tensor | None = None,
     *,
-    place: ShardOffset,
-    codebooks: tuple[Tensor, Tensor],  # signed, unsigned
+    corrections: Tensor,
     rate: Tensor,
     scale: Tensor,
     skipped: Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    place: Tensor | None = None,
+    seeds: Tensor | None = None,
+    codebooks: tuple[Codebook | None, Codebook | None] = (None, None),  # signed, unsigned
 ) -> None:
     """AdamW in fp32 on this rank's part of one parameter, in place; nothing changes where
-    `skipped`.
+    `skipped`. Shapes may be any, as long as values are in their order.
+
+    copy         of the parameter, in the dtype that it computes in
+    corrections  [2], see `corrections_of`
+    place, seeds, codebooks  of what is rounded by chance, or has codes: see `runs_of`, `seeds_of`
     """
+
+    def draw(stream: int) -> Tensor:
+        assert place is not None
+        assert seeds is not None
+        return random_bits(place, tuple(parameter.shape), seeds, stream)
+
     beta1, beta2 = betas
-    draw = functools.partial(random_bits, place, tuple(parameter.shape), state["step"])
     gradient = gradient.float() / scale
-    first = _moment(state, "exp_avg", codebooks[0]).lerp(gradient, 1 - beta1)
-    second = _moment(state, "exp_avg_sq", codebooks[1]).lerp(gradient.square(), 1 - beta2)
-    now = state["step"] + 1
-    size = (first / (1 - beta1**now)) / (second.sqrt() / (1 - beta2**now).sqrt() + eps)
+    first = _moment(moments, "exp_avg", codebooks[0]).lerp(gradient, 1 - beta1)
+    second = _moment(moments, "exp_avg_sq", codebooks[1]).lerp(gradient.square(), 1 - beta2)
+    size = (first / corrections[0]) / (second.sqrt() / corrections[1] + eps)
     updated = parameter.float() * (1 - rate * weight_decay) - rate * size
     # each tensor that is rounded draws from a stream of its own
-    after = {"step": now}
+    after = {}
     for stream, (name, value, book) in enumerate(
         (("exp_avg", first, codebooks[0]), ("exp_avg_sq", second, codebooks[1])), 1
     ):
-        if state[name].dtype == torch.uint8:
-            after[name], after[f"{name}_scale"] = encoded(value, state[f"{name}_scale"].shape, book)
+        if moments[name].dtype == torch.uint8:
+            assert book is not None
+            shape = moments[f"{name}_scale"].shape
+            after[name], after[f"{name}_scale"] = encoded(value, shape, book)
         else:
-            after[name] = rounded(value, state[name].dtype, draw, stream)
-    parameter.copy_(torch.where(skipped, parameter, rounded(updated, parameter.dtype, draw, 0)))
+            after[name] = rounded(value, moments[name].dtype, draw, stream)
+    stepped = torch.where(skipped, parameter, rounded(updated, parameter.dtype, draw, 0))
+    parameter.copy_(stepped)
+    if copy is not None:
+        copy.copy_(stepped)
     for name, value in after.items():
-        state[name].copy_(torch.where(skipped, state[name], value))
+        moments[name].copy_(torch.where(skipped, moments[name], value))
 
 
-def _moment(state: dict[str, Tensor], name: str, book: Tensor) -> Tensor:
+def _moment(state: dict[str, Tensor], name: str, book: Codebook | None) -> Tensor:
     """fp32 values."""
     kept = state[name]
-    return (
-        decoded(kept, state[f"{name}_scale"], book) if kept.dtype == torch.uint8 else kept.float()
-    )
+    if kept.dtype != torch.uint8:
+        return kept.float()
+    assert book is not None
+    return decoded(kept, state[f"{name}_scale"], book)
+
+
+def corrections_of(steps: Tensor, betas: tuple[float, float]) -> Tensor:
+    """Returns fp32 [P, 2]: what the moments of P parameters are divided by, as they began at 0; of
+    the second one the root.
+
+    steps  [P], the number of steps before this one
+    """
+    beta1, beta2 = betas
+    now = steps + 1
+    return torch.stack([1 - beta1**now, (1 - beta2**now).sqrt()], 1).float()
 
 
 def rounded(
@@ -337,47 +479,69 @@ def rounded(
     )
 
 
-def random_bits(place: ShardOffset, shape: tuple[int, ...], step: Tensor, stream: int) -> Tensor:
+def seeds_of(numbers: Tensor, steps: Tensor) -> Tensor:
+    """Returns int32 [P, 3]: the seed of each stream of P parameters, of one for each tensor that is
+    rounded.
+
+    numbers  int64 [P], of the parameters in their optimizer
+    steps    [P], the number of steps before this one
+    """
+    streams = torch.arange(3, dtype=torch.int32, device=steps.device)
+    of_step = hash32(steps.to(torch.int32)[:, None] * 4 + streams)
+    return of_step ^ hash32(numbers.to(torch.int32))[:, None]
+
+
+def random_bits(place: Tensor, shape: tuple[int, ...], seeds: Tensor, stream: int) -> Tensor:
     """16 random bits for each element, int32: a hash of where it lies in the whole parameter, alike
     on all layouts.
+
+    place  see `runs_of`
+    shape  any, of this rank's values in their order
     """
-    index = torch.zeros((), dtype=torch.int64, device=step.device)
-    for dim, size in enumerate(shape):
-        along = (torch.arange(size, device=step.device) + place.offsets[dim]) * place.strides[dim]
-        index = index + along.view(-1, *(1 for _ in shape[dim + 1 :]))
-    seed = hash32(step.to(torch.int32) * 4 + stream) ^ hash32(
-        torch.full_like(step, place.number, dtype=torch.int32)
-    )
+    first, *runs = place.unbind()
+    index = torch.arange(math.prod(shape), device=place.device)
+    if runs:
+        length, stride = runs
+        index = index // length * stride + index % length
+    index = (index + first).view(shape)
     # The mask ends what inductor takes for an index. The width of an index is its own choice, a
     # cast of one is dropped, and with symbolic sizes the whole hash would run in 64 bits: other
     # bits, which cannot be viewed as fp32.
-    return hash32((index & 0xFFFFFFFF).to(torch.int32) ^ seed) & 0xFFFF
+    return hash32((index & 0xFFFFFFFF).to(torch.int32) ^ seeds[stream]) & 0xFFFF
 
 
-def codebook(is_signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of dynamic tree quantization, rising, 0 and 1 among them: fine near 0, where
-    most moments are.
+class Codebook(NamedTuple):
+    """The values of codes, fp32 [256], rising, and what lies between each two."""
+
+    values: Tensor
+    midpoints: Tensor
+
+
+def codebook(is_signed: bool, device: torch.device) -> Codebook:
+    """The 256 values of dynamic tree quantization, 0 and 1 among them: fine near 0, where most
+    moments are.
 
     A decimal exponent in unary (leading zero bits) and a linear fraction in the bits that are left.
     """
-    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    parts = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
     for exponent in range(7):
         num_steps = 2 ** (exponent + (0 if is_signed else 1))
         edges = torch.linspace(0.1, 1.0, num_steps + 1, dtype=torch.float64)
         means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
-        values += [means, -means] if is_signed else [means]
-    return torch.cat(values).sort().values.float().to(device)
+        parts += [means, -means] if is_signed else [means]
+    values = torch.cat(parts).sort().values.float().to(device)
+    return Codebook(values, (values[:-1] + values[1:]) / 2)
 
 
-def decoded(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor, book: Codebook) -> Tensor:
     """fp32 values, shaped like the codes."""
-    return (book[codes.int()].view(*scales.shape, -1) * scales[..., None]).view(codes.shape)
+    return (book.values[codes.int()].view(*scales.shape, -1) * scales[..., None]).view(codes.shape)
 
 
-def encoded(values: Tensor, scale_shape: torch.Size, book: Tensor) -> tuple[Tensor, Tensor]:
+def encoded(values: Tensor, scale_shape: torch.Size, book: Codebook) -> tuple[Tensor, Tensor]:
     """The nearest codes (uint8, shaped like the values) and each block's largest magnitude."""
     blocks = values.reshape(*scale_shape, -1)
     scales = blocks.abs().amax(-1)
-    midpoints = (book[:-1] + book[1:]) / 2
-    codes = torch.bucketize(blocks / scales.clamp(min=1e-12)[..., None], midpoints, right=True)
+    relative = blocks / scales.clamp(min=1e-12)[..., None]
+    codes = torch.bucketize(relative, book.midpoints, right=True)
     return codes.to(torch.uint8).view(values.shape), scales

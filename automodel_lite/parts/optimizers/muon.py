@@ -30,6 +30,7 @@ from automodel_lite.parts.optimizers.adamw import (
     SmallAdamW,
     matrices,
     param_groups,
+    scale_and_skip,
 )
 
 
@@ -82,6 +83,11 @@ class Muon(SmallAdamW):
 
     rounds_by_chance = False
 
+    def writes_copy(self, parameter: Tensor) -> bool:
+        """See `WritesCopies`: those of AdamW alone."""
+        hidden = [p for group in self.param_groups if "momentum" in group for p in group["params"]]
+        return all(parameter is not p for p in hidden)
+
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         if "momentum" not in group:
             super().step_group(group, parameters)
@@ -89,7 +95,7 @@ class Muon(SmallAdamW):
         for together in _alike(parameters):
             updates = [self._momentum(parameter, group) for parameter in together]
             for parameter, direction in zip(together, orthogonal(together, updates)):
-                _, skipped = self.scale_and_skip(parameter.device)
+                _, skipped = scale_and_skip(self, parameter.device)
                 size = torch_muon._adjust_lr(group["lr"], "match_rms_adamw", parameter.shape)
                 weight = local(parameter)
                 updated = (
@@ -104,7 +110,7 @@ class Muon(SmallAdamW):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        scale, skipped = self.scale_and_skip(parameter.device)
+        scale, skipped = scale_and_skip(self, parameter.device)
         buffer = local(state["momentum_buffer"])
         gradient = local(parameter.grad) / scale  # type: ignore[arg-type]
         updated = buffer.lerp(gradient, 1 - group["momentum"])

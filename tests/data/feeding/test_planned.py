@@ -140,7 +140,7 @@ def test_documents_without_a_label_after_cutting_are_left_out() -> None:
     ) == (1, 4, 4, 7)
     assert counts.left_out_documents == counts.left_out_tokens == 0
     with pytest.raises(
-        DataError, match=r"train: 1 of 3 documents have nothing trained on within .*=4: .* allows 0"
+        DataError, match=r"train: 1 of 3 documents has nothing trained on within .*=4: .* allows 0"
     ):
         check_masked("train", plan, {"train": RowCounts(3, 3)}, TokenizeConfig(max_bad_frac=0.05))
     check_masked("train", plan, {"train": RowCounts(3, 3)}, TokenizeConfig(max_bad_frac=0.4))

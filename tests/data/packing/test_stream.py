@@ -98,7 +98,7 @@ def test_bad_streams() -> None:
         streamed([1], packed_sequence_size=10, slot_multiple=4)
     with pytest.raises(
         DataError,
-        match=r"documents are over packed_sequence\.packed_sequence_size=8, such as document 1 with 9 tokens",
+        match=r"1 of 1 document is over packed_sequence\.packed_sequence_size=8, such as document 1 with 9 tokens",
     ):
         list(streamed([3, 9], packed_sequence_size=8, overlong="error"))
     with pytest.raises(DataError, match="document 1 has 0 input_ids"):

@@ -176,8 +176,8 @@ SOUND = b'{"prompt": "a", "completion": "b"}\n'
             r"ignored: \\x1b\[31m\\n$",
         ),
         (b"a.csv", b'prompt,completion,"\x1b[2J\ny"\na,b,c\n', r"ignored: \\x1b\[2J\\ny$"),
-        (b"a\xff.jsonl", SOUND, r"^a\\udcff.jsonl: 1 documents"),
-        (b"a\x1b[31m\nb.jsonl", SOUND, r"^a\\x1b\[31m\\nb.jsonl: 1 documents"),
+        (b"a\xff.jsonl", SOUND, r"^a\\udcff.jsonl: 1 document"),
+        (b"a\x1b[31m\nb.jsonl", SOUND, r"^a\\x1b\[31m\\nb.jsonl: 1 document"),
         (
             b"a.jsonl",
             b'{"p\\ud800\\n": "a", "c": "b"}',
@@ -252,12 +252,12 @@ def test_the_printed_line_says_what_was_found(tmp_path: Path) -> None:
     assert (
         FilesDataset(path).description
         == FilesDataset(Path(path)).description
-        == "a.jsonl: 1 documents, columns instruction,input,output → alpaca"
+        == "a.jsonl: 1 document, columns instruction,input,output → alpaca"
     )
     path = jsonl(tmp_path / "b.jsonl", [{"Frage": "a", "Antwort": "b"}])
     mapped = FilesDataset(path, columns={"question": "Frage", "answer": "Antwort"})
     assert mapped.description == (
-        "b.jsonl: 1 documents, columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)"
+        "b.jsonl: 1 document, columns Frage,Antwort → question_answer (question = Frage, answer = Antwort)"
     )
     assert mapped.train[0] == {"prompt": "a", "completion": "b"}
 

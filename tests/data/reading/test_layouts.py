@@ -88,7 +88,7 @@ def jsonl(path: Path, row: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("row", "line"), READ.values(), ids=READ)
 def test_a_layout_is_read_as_what_it_is(tmp_path: Path, row: dict[str, Any], line: str) -> None:
     dataset = FilesDataset(jsonl(tmp_path / "a.jsonl", row))
-    assert dataset.description == f"a.jsonl: 1 documents, {line}"
+    assert dataset.description == f"a.jsonl: 1 document, {line}"
     assert dataset.train[0]
 
 

@@ -132,8 +132,17 @@ def test_a_broken_line_is_named_or_skipped_and_counted(
         ("a.json", b'[{"a": 1, "a": 2}]', "a.json: not JSON: the key 'a' is there twice"),
         ("a.json", b'[{"a": "\xff"}]', "a.json:1: byte 0xff is not UTF-8: the file is damaged"),
         ("a.csv", b"", "a.csv: the file is empty: it holds no row."),
-        ("a.csv", b"question,answer\n", "a.csv: the file is empty: it holds no row."),
-        ("a.csv", b"question,answer\nx\n", "a.csv:2: 1 values for 2 columns."),
+        (
+            "a.csv",
+            b"question,answer\n",
+            "a.csv: it has a header (question, answer) and no rows below it.",
+        ),
+        (
+            "a.tsv",
+            b"question\tanswer",
+            "a.tsv: it has a header (question, answer) and no rows below it.",
+        ),
+        ("a.csv", b"question,answer\nx\n", "a.csv:2: 1 value for 2 columns."),
         ("a.csv", b'question,answer\n"x,y\n', "a.csv:2: not CSV: unexpected end of data."),
         (
             "a.csv",
@@ -157,7 +166,9 @@ def test_files_without_a_good_row(tmp_path: Path, name: str, content: bytes, mes
 def test_empty_parts_hold_no_row(tmp_path: Path) -> None:
     schema = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
     pyarrow.parquet.write_table(schema.empty_table(), tmp_path / "part-0.parquet")
-    with pytest.raises(DataError, match=r"^part-0.parquet: the file is empty: it holds no row\.$"):
+    with pytest.raises(
+        DataError, match=r"^part-0.parquet: it has a header \(question, answer\) and no rows"
+    ):
         prepare(tmp_path)
     (tmp_path / "part-1.jsonl").write_text('{"question": "x", "answer": "y"}\n')
     assert prepare(tmp_path).num_rows == 1

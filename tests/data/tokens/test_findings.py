@@ -66,7 +66,7 @@ def test_nothing_trained_on_shows_a_sample(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         tokenized(chats([HI, {**HELLO, "weight": 0}]), tmp_path)
     assert str(caught.value) == (
-        "train: 1 documents: 0 bad, 0 empty, 1 with nothing trained on (tokenize.train_on=assistant); nothing is left to train "
+        "train: 1 document: 0 bad, 0 empty, 1 with nothing trained on (tokenize.train_on=assistant); nothing is left to train "
         "on. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>Yo<|end|>'"
     )
 
@@ -75,7 +75,7 @@ def test_everything_trained_on_shows_a_sample(tmp_path: Path) -> None:
     documents = token_file(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3], "labels": [2, 3, _]})
     with pytest.raises(
         DataError,
-        match=r"^train: every token of all 1 rows is trained on, including the questions;",
+        match=r"^train: every token of 1 row is trained on, including the questions;",
     ):
         tokenized(documents, tmp_path)
 
@@ -86,7 +86,7 @@ def test_an_answer_without_a_trained_stop_token_shows_a_sample(tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         tokenized(chats([HI, HELLO]), tmp_path, Family(template, MARKED.specials, MARKED.eos))
     assert str(caught.value) == (
-        "train: 1 of 1 rows do not end on a trained stop token, so the model would not learn to stop: fix the chat "
+        "train: 1 of 1 row does not end on a trained stop token, so the model would not learn to stop: fix the chat "
         "template. One of them, trained tokens in ⟦ ⟧: '<|user|>Hi<|end|><|assistant|>⟦Yo⟧.<|end|>'"
     )
 

@@ -189,7 +189,7 @@ def test_packed_rows_are_taken_apart(tmp_path: Path) -> None:
         ({"input_ids": [1, 2, 3]}, "a.jsonl:1: has input_ids without labels: set train_on=all"),
         (
             {"input_ids": [1, 2], "labels": [1]},
-            "a.jsonl:1: column labels has 1 values and input_ids 2",
+            "a.jsonl:1: column labels has 1 value and input_ids 2",
         ),
         (
             {"input_ids": [1, "2"]},
@@ -330,7 +330,7 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
     )
     assert data.counts["train"].num_with_special_tokens == 1
     assert data.notes[1] == (
-        "NOTE: train: 1 documents have special tokens in their text, which become real ones (first: a.jsonl:2: <|end|>)"
+        "NOTE: train: 1 document has special tokens in the text, which become real ones (first: a.jsonl:2: <|end|>)"
     )
 
 
@@ -342,7 +342,7 @@ def test_special_tokens_in_answers_are_noted_apart(tmp_path: Path) -> None:
     job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
     data = tokenize_documents(FilesDataset(str(tmp_path / "a.jsonl")), job, tmp_path)
     assert data.notes[1:] == (
-        "NOTE: train: 1 documents have special tokens in answers, where they are trained on (first: a.jsonl:3: <|assistant|>)",
+        "NOTE: train: 1 document has special tokens in answers, where they are trained on (first: a.jsonl:3: <|assistant|>)",
     )
 
 
@@ -368,7 +368,7 @@ def test_answers_that_the_prompt_does_not_lead_to_are_counted(tmp_path: Path) ->
     )
     answers = ["Yes.", "<think>\nHm.\n</think>\n\nNo."]
     (note,) = asked(tmp_path, "qwen3", answers, enable_thinking=False)
-    assert "the last answers of 1 documents" in note
+    assert "the last answers of 1 document are" in note
     assert "(a.jsonl:2)" in note
     assert asked(tmp_path, "qwen3", answers) == ()
 
@@ -398,7 +398,7 @@ def test_empty_answers_are_counted(tmp_path: Path) -> None:
     job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
     notes = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path).notes
     (note,) = notes[1:]
-    assert note.startswith("NOTE: train: 1 rows train only the end of an answer: it is empty, or")
+    assert note.startswith("NOTE: train: 1 row trains only the end of an answer: it is empty, or")
 
 
 def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path) -> None:

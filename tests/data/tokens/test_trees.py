@@ -251,7 +251,8 @@ def test_a_tree_over_a_pack_is_cut_said_and_counted(tmp_path: Path) -> None:
     assert cut.train.lengths.max() <= 280
     assert num_labels(cut.train) == num_labels(whole.train)
     assert (
-        "train: 1 trees over packed_sequence.packed_sequence_size=280 are cut into" in cut.notes[-1]
+        "train: 1 tree is over packed_sequence.packed_sequence_size=280 and cut into"
+        in cut.notes[-1]
     )
     packs = Packer(280).packs(cut.train)
     assert sum(
