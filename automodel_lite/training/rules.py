@@ -296,6 +296,7 @@ def _score_rules(config: Config) -> Iterator[ConfigError]:
     """Yields what asks a model to write that gives documents scores."""
     asking = {
         "samples.prompts": config.samples.prompts,
+        "tasks": config.tasks,
         "evaluation": config.evaluation,
         "model.mtp_loss": config.model.get("mtp_loss"),
     }

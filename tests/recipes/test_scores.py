@@ -271,6 +271,11 @@ REFUSED = {
         ["samples.prompts=[Hi]"],
         "samples.prompts with model.head=score",
     ),
+    "tasks that are answered": (
+        "classify",
+        ["tasks=files", "tasks.files=[a.jsonl]"],
+        "tasks with model.head=score",
+    ),
     "trained tokens": ("classify", ["tokenize.train_on=all"], "tokenize.train_on=all chooses"),
     "labels for pairs": (
         "reward",

@@ -44,7 +44,7 @@ class Tasks:
     every_steps: Count = 0
     num_samples: Annotated[int, Range(1, MOST_SAMPLES)] = 1  # answers to each question
     # [1, 4]: is one of so many answers right? without bias, of num_samples; null = [1]
-    pass_at: list[int] | None = None
+    pass_at: list[Annotated[int, Range(1, MOST_SAMPLES)]] | None = None
     # of the draws; null = 0, the likeliest tokens, for one answer, else 1
     temperature: Annotated[float, Range(0, 100)] | None = None
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0  # of the draws
