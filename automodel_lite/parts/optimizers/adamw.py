@@ -213,8 +213,8 @@ class SmallAdamW(Optimizer):
         for parameter in parameters:
             check_blocks(parameter, moments)
         self._places = {p: place_of(p) for p in parameters}
-        # on the device, as a copy to it would wait for what runs there
-        self._numbers = {p: torch.full((), i, device=p.device) for i, p in enumerate(parameters)}
+        self._numbers = {p: number for number, p in enumerate(parameters)}
+        self._numbers_there: dict[Tensor, Tensor] = {}
         self._books = {
             p.device: (codebook(True, p.device), codebook(False, p.device)) for p in parameters
         }
@@ -239,7 +239,7 @@ class SmallAdamW(Optimizer):
                 if not state:
                     state.update(self._new_state(parameter))
             steps = [local(self.state[parameter]["step"]) for parameter in here]
-            numbers = torch.stack([self._numbers[parameter] for parameter in here])
+            numbers = torch.stack([self._number_there(parameter) for parameter in here])
             before = torch.stack(steps)
             corrections = corrections_of(before, group["betas"]).unbind()
             seeds = seeds_of(numbers, before).unbind()
@@ -270,6 +270,15 @@ class SmallAdamW(Optimizer):
                     weight_decay=group["weight_decay"],
                 )
             _count_step(steps, skipped)
+
+    def _number_there(self, parameter: Tensor) -> Tensor:
+        """Returns a parameter's number on its device, made there at its first step: a copy to a
+        device would wait for what runs on it.
+        """
+        if parameter not in self._numbers_there:
+            number = self._numbers[parameter]  # type: ignore[index]
+            self._numbers_there[parameter] = torch.full((), number, device=parameter.device)
+        return self._numbers_there[parameter]
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         dtype, block = moments_of(tuple(parameter.shape), self.moments)
