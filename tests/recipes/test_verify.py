@@ -110,12 +110,8 @@ def test_a_mixture_in_bf16_has_the_experts_of_fp32(
         pytest.param(4, ["mesh.dp_replicate=2", "mesh.cp=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.ep=2", *EXPERTS], marks=pytest.mark.slow),
-        pytest.param(
-            2, ["mesh.ep=2", *EXPERTS, "model.experts=sorted_mm"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            2, ["mesh.cp=2", *EXPERTS, "model.experts=sorted_mm"], marks=pytest.mark.slow
-        ),
+        pytest.param(2, ["mesh.ep=2", *EXPERTS, "model.experts=sorted_mm"], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.cp=2", *EXPERTS, "model.experts=sorted_mm"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
