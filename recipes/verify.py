@@ -35,6 +35,7 @@ from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import COLUMNS, IGNORE_INDEX, labeled_rows
 from automodel_lite.config.schema import Config
 from automodel_lite.extras.certificate import NAME, as_json, check_export, write_certificate
+from automodel_lite.extras.choices import Choices, differing_frac
 from automodel_lite.extras.verify import (
     Check,
     Pack,
@@ -47,6 +48,7 @@ from automodel_lite.extras.verify import (
     take_gradients,
 )
 from automodel_lite.models.loss import FusedLinearCrossEntropy, PlainLoss
+from automodel_lite.models.settings import number_of_experts
 from automodel_lite.parallel.mesh import (
     Mesh,
     MeshShape,
@@ -194,18 +196,51 @@ class Verification:
 
     def configured_kernel(self, engine: Engine) -> Iterator[Check]:
         """What training runs, against fp32: no further off than the reference kernel is in the same
-        precision.
+        precision. Where tokens choose other experts in it, all take those of fp32.
         """
         if self.trains_like_the_exact_checks():
             return
+        wanted = Choices()
+        if number_of_experts(self.decided.config.get_text_config()):
+            with wanted:
+                self.step(engine, self.batches)
         engine = in_precision(engine, self.dtype)
         # No fused kernel of torch's: with attention.implementation=FA3, FA4 or cuDNN the reference
         # would be what it judges, and a kernel that is far off would widen its own limit.
-        with sdpa_kernel(SDPBackend.MATH):
-            noise = max(self.check("", self.step(engine, self.batches)).difference)
-        self.noise_limit = max(EXACT, NOISE_FACTOR * noise)
+        with sdpa_kernel(SDPBackend.MATH), Choices() as chosen:
+            noise = self.noise_of(engine)
+        # the mesh's rows choose for themselves
+        self.noise_limit = limit = max(EXACT, NOISE_FACTOR * noise)
+        name = self.kernel_name
+        pinned = None
+        if self.say_who_chooses_otherwise(chosen, wanted):
+            pinned = wanted
+            name += ", experts pinned"
+            with sdpa_kernel(SDPBackend.MATH), Choices(pinned):
+                limit = max(EXACT, NOISE_FACTOR * self.noise_of(engine))
         install(engine.model.loss_model.lm, self.kernel)
-        yield self.check(self.kernel_name, self.step(engine, self.batches), self.noise_limit)
+        with Choices(pinned):
+            step = self.step(engine, self.batches)
+        yield self.check(name, step, limit)
+
+    def noise_of(self, engine: Engine) -> float:
+        return max(self.check("", self.step(engine, self.batches)).difference)
+
+    def say_who_chooses_otherwise(self, chosen: Choices, wanted: Choices) -> bool:
+        """Prints how many tokens choose other experts in the precision of training than in fp32;
+        returns whether any do.
+        """
+        differing = differing_frac(chosen, wanted, self.decided.config, self.batches)
+        if differing is None:
+            return False
+        RESULTS.update(other_experts_frac=differing)
+        precision = str(self.dtype).removeprefix("torch.")
+        self.console.say(
+            "experts",
+            f"{differing:.1%} of tokens, counted in each layer, choose others in {precision} than "
+            "in fp32",
+        )
+        return differing > 0
 
     def faults(self) -> Iterator[Check]:
         """Three classical bugs, made on purpose where the sample allows it: checks that miss them

@@ -170,14 +170,17 @@ class _GatheredProduct(torch.autograd.Function):
         is_elsewhere_S: Tensor | None,
         is_transposed: bool,
     ) -> Tensor:
-        ctx.save_for_backward(hidden_TC, weight, token_S, row_TK, ends_E, is_elsewhere_S)
+        # Of another type than what gathers here: a graph would take both gathers for one, and keep
+        # the S rows from the forward to the backward pass.
+        again_S = token_S.to(torch.int32)
+        ctx.save_for_backward(hidden_TC, weight, again_S, row_TK, ends_E, is_elsewhere_S)
         ctx.is_transposed = is_transposed
         out_SO = _product(hidden_TC[token_S], _of_io(weight, is_transposed), ends_E)
         return out_SO if bias_EO is None else out_SO + bias_EO[expert_S]
 
     @staticmethod
     def backward(ctx: Any, grad_SO: Tensor) -> Any:
-        hidden_TC, weight, token_S, row_TK, ends_E, is_elsewhere_S = ctx.saved_tensors
+        hidden_TC, weight, again_S, row_TK, ends_E, is_elsewhere_S = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_SO = grad_SO.contiguous()
         grads: list[Tensor | None] = [None] * 9
@@ -186,7 +189,7 @@ class _GatheredProduct(torch.autograd.Function):
             grad_SC = _product(grad_SO, weight_OI, ends_E)
             grads[0] = _sum_slots(grad_SC, row_TK, is_elsewhere_S)
         if needs_weight:
-            grads[1] = _weight_gradient(hidden_TC[token_S], grad_SO, ends_E, ctx.is_transposed)
+            grads[1] = _weight_gradient(hidden_TC[again_S], grad_SO, ends_E, ctx.is_transposed)
         if needs_bias:
             grads[2] = _sums_of_experts(grad_SO, ends_E)
         return tuple(grads)

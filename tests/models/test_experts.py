@@ -124,16 +124,12 @@ def test_biases_and_a_norm_behind_the_experts() -> None:
     check_equal(step_of_experts(experts), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_compiled_without_a_break(dtype: torch.dtype) -> None:
-    experts = experts_of(tiny_model("gpt_oss").to(dtype), SORTED_MM)
+def test_compiled_without_a_break() -> None:
+    experts = experts_of(tiny_model("qwen3_moe").double(), SORTED_MM)
     want = step_of_experts(experts)
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     got = step_of_experts(experts, compiled)
-    if dtype == torch.float64:
-        check_equal(got, want)
-    for name, value in want.items():
-        assert (got[name] - value).abs().max() <= 0.05 * value.abs().max(), name
+    check_equal(got, want)
 
 
 def test_slots_of_other_ranks_add_nothing() -> None:
@@ -184,14 +180,22 @@ def test_adapters_of_experts() -> None:
         assert (got[name] - value).abs().max() <= 1e-10 * max(1.0, value.abs().max()), name
 
 
-@pytest.mark.parametrize(("implementation", "kept"), [("grouped_mm", 85_528), (SORTED_MM, 43_544)])
-def test_what_is_kept_for_the_backward_pass(implementation: str, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "compiles", "kept"),
+    [("grouped_mm", False, 85_528), (SORTED_MM, False, 44_056), (SORTED_MM, True, 22_808)],
+)
+def test_what_is_kept_for_the_backward_pass(implementation: str, compiles: bool, kept: int) -> None:
     """Bytes of 32 tokens, each with 4 of 6 experts, 32 channels and 24 of an expert: 4,096 of tokens,
     24,576 before the gate, 12,288 behind it, and indices; not the 16,384 of gathered tokens.
     """
-    experts = experts_of(tiny_model("qwen3_moe"), implementation)
+    # Half as wide where compiled: the grouped product has a compiled form in no other dtype.
+    dtype = torch.bfloat16 if compiles else torch.float32
+    experts = experts_of(tiny_model("qwen3_moe").to(dtype), implementation)
+    run: Any = experts
+    if compiles:
+        run = torch.compile(experts, backend="aot_eager_decomp_partition", fullgraph=True)
     weights = {w.untyped_storage().data_ptr() for w in experts.parameters()}
-    hidden = torch.randn(32, 32, requires_grad=True)
+    hidden = torch.randn(32, 32, dtype=dtype, requires_grad=True)
     found = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ def test_what_is_kept_for_the_backward_pass(implementation: str, kept: int) -> N
 
     scores, chosen = torch.rand(32, 6).topk(4)
     with saved_tensors_hooks(pack, lambda x: x):
-        experts(hidden, chosen, scores.requires_grad_())
+        run(hidden, chosen, scores.to(dtype).requires_grad_())
     assert sum(found.values()) == kept
 
 

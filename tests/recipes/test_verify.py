@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,19 @@ EXPERTS = [
 ]
 
 
+def test_a_mixture_in_bf16_has_the_experts_of_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And how many tokens choose others is printed."""
+    more = ["model.config.num_experts=32", "training.precision=bf16"]
+    assert verify(tmp_path / "run", *EXPERTS, *more) == 0
+    said = capsys.readouterr().out
+    share = re.search(r"experts +(\d+\.\d)% of tokens.* others in bfloat16 than in fp32", said)
+    assert share
+    assert 0 < float(share[1]) < 20
+    assert re.search(r"bfloat16, experts pinned .* PASS", said)
+
+
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
@@ -96,6 +110,8 @@ EXPERTS = [
         pytest.param(4, ["mesh.dp_replicate=2", "mesh.cp=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
         pytest.param(2, ["mesh.ep=2", *EXPERTS], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.ep=2", *EXPERTS, "model.experts=sorted_mm"], marks=pytest.mark.slow),
+        pytest.param(2, ["mesh.cp=2", *EXPERTS, "model.experts=sorted_mm"], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -106,7 +106,7 @@ LEFT_OPEN = {
     "packed_sequence.tree": "whether rows share their beginnings, see tokens/tokenize.py",
     "mesh.strategy": "decide.py",
     "mesh.cp_exchange": "decide.py",
-    "model.experts": "build.py: a kernel of transformers'",
+    "model.experts": "decide.py",
     "training.precision": "decide.py",
     "training.activation_checkpointing": "decide.py",
     "training.compile": "compiling.py",
