@@ -268,7 +268,11 @@ def test_a_gap_that_no_rounding_makes_is_an_error(folder: str, adapter: Training
 
 # ---------------------------------------------- refusals
 def test_mistakes_are_sentences(
-    folder: str, whole: TrainingClient, adapter: TrainingClient, tmp_path: Path
+    folder: str,
+    whole: TrainingClient,
+    adapter: TrainingClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(stand_in: StandIn, client: TrainingClient, **more: Any) -> str:
         with serving(stand_in) as url, pytest.raises(ConfigError) as caught:
@@ -293,7 +297,9 @@ def test_mistakes_are_sentences(
         Vllm(folder, key="right"), whole
     )
     with serving(Vllm(folder, key="right")) as url:
-        SamplingClient(url, adapter, api_key="right").close()
+        SamplingClient(url, adapter, api_key="right").update()
+        monkeypatch.setenv("SAMPLER_API_KEY", "right")
+        SamplingClient(url, adapter).update()
     assert "neither vLLM (/version) nor SGLang (/model_info): give the address" in refused(
         StandInOfNothing(folder), whole
     )
