@@ -334,12 +334,19 @@ def test_an_adapter_that_the_server_has_lost_is_named(folder: str, adapter: Trai
 def drawn_on(rank: int, world: int, folder: str, runs: Path, url: str) -> list[Any]:
     # nobody but the first rank may reach the server
     address = url if rank == 0 else "http://127.0.0.1:9"
-    with open_client(folder, runs, *ALL, "mesh.dp_shard=2") as client, SamplingClient(address, client) as sampler:
+    with (
+        open_client(folder, runs, *ALL, "mesh.dp_shard=2") as client,
+        SamplingClient(address, client) as sampler,
+    ):
         train(client)
         number = sampler.update()
         answers = sampler.draw(REQUESTS)
         assert sampler.gap.max < 1e-4
-        return [number, [[answer.ids for answer in of_one] for of_one in answers], sampler.gap.num_tokens]
+        return [
+            number,
+            [[answer.ids for answer in of_one] for of_one in answers],
+            sampler.gap.num_tokens,
+        ]
 
 
 def test_the_first_of_two_ranks_asks_the_server(folder: str, tmp_path: Path) -> None:
