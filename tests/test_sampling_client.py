@@ -20,6 +20,7 @@ from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.parts.losses.policy import ImportanceSampling
 from tests.clients import open_client
 from tests.models.test_policy import save_model
+from tests.ranks import run_ranks
 from tests.servers import Sglang, StandIn, Vllm, serving
 
 pytestmark = pytest.mark.numbers
@@ -267,7 +268,11 @@ def test_a_gap_that_no_rounding_makes_is_an_error(folder: str, adapter: Training
 
 # ---------------------------------------------- refusals
 def test_mistakes_are_sentences(
-    folder: str, whole: TrainingClient, adapter: TrainingClient, tmp_path: Path
+    folder: str,
+    whole: TrainingClient,
+    adapter: TrainingClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(stand_in: StandIn, client: TrainingClient, **more: Any) -> str:
         with serving(stand_in) as url, pytest.raises(ConfigError) as caught:
@@ -292,7 +297,9 @@ def test_mistakes_are_sentences(
         Vllm(folder, key="right"), whole
     )
     with serving(Vllm(folder, key="right")) as url:
-        SamplingClient(url, adapter, api_key="right").close()
+        SamplingClient(url, adapter, api_key="right").update()
+        monkeypatch.setenv("SAMPLER_API_KEY", "right")
+        SamplingClient(url, adapter).update()
     assert "neither vLLM (/version) nor SGLang (/model_info): give the address" in refused(
         StandInOfNothing(folder), whole
     )
@@ -321,3 +328,29 @@ def test_an_adapter_that_the_server_has_lost_is_named(folder: str, adapter: Trai
             match=r"-000001 any more \(The model .* does not exist\): was it restarted",
         ):
             sampler.draw(REQUESTS)
+
+
+# ---------------------------------------------- ranks
+def drawn_on(rank: int, world: int, folder: str, runs: Path, url: str) -> list[Any]:
+    # nobody but the first rank may reach the server
+    address = url if rank == 0 else "http://127.0.0.1:9"
+    with (
+        open_client(folder, runs, *ALL, "mesh.dp_shard=2") as client,
+        SamplingClient(address, client) as sampler,
+    ):
+        train(client)
+        number = sampler.update()
+        answers = sampler.draw(REQUESTS)
+        assert sampler.gap.max < 1e-4
+        return [
+            number,
+            [[answer.ids for answer in of_one] for of_one in answers],
+            sampler.gap.num_tokens,
+        ]
+
+
+def test_the_first_of_two_ranks_asks_the_server(folder: str, tmp_path: Path) -> None:
+    with serving(Vllm(folder)) as url:
+        first, second = run_ranks(drawn_on, 2, folder, tmp_path, url)
+    assert first == second
+    assert (first[0], first[2]) == (1, 22)

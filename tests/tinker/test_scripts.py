@@ -78,10 +78,12 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
         (["none.py"], "none.py is no file: name a script, or -m and a module."),
         (["-m", "no.such"], "there is no module no.such: is its package installed?"),
         (["--model", "x", "none.py"], "--model x: write NAME='OVERRIDES'."),
+        (["mine.py"], "mine.py:8: the model some/base cannot be loaded: "),
     ],
-    ids=["script", "module", "model"],
+    ids=["script", "module", "model", "base model"],
 )
 def test_what_is_not_there_is_a_sentence(line: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
     done = run_script(tmp_path, *line)
     assert done.returncode == 2
     assert words in done.stderr
