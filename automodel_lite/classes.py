@@ -23,7 +23,6 @@ from automodel_lite.errors import ConfigError, DataError, did_you_mean, listed
 Kind = Literal["one", "many", "number", "order"]
 MOST_CLASSES = 100  # that need no second look: more of them are looked at beside the rows
 _INT = re.compile(r"[+-]?\d+")
-_NAMELESS = re.compile(r"LABEL_(\d+)")  # of a model whose classes were never named
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,9 @@ class Classes:
         name = name_of(value)
         if name in self.names:
             return self.names.index(name)
-        # a model whose classes were never named counts them
-        is_nameless = all(map(_NAMELESS.fullmatch, self.names))
-        if is_nameless and _INT.fullmatch(name) and 0 <= int(name) < len(self.names):
+        # of classes that have names, a number is the place of one
+        has_names = not any(map(_INT.fullmatch, self.names))
+        if has_names and _INT.fullmatch(name) and 0 <= int(name) < len(self.names):
             return int(name)
         raise DataError(
             f"column label is {name!r}, which is none of the classes {listed(self.names, 8)}"

@@ -44,8 +44,10 @@ def test_given_classes_keep_their_order_and_those_that_no_row_has() -> None:
 
 def test_codes_of_labels() -> None:
     assert Classes("one", ("ham", "spam")).code(" spam ") == 1
-    # a model whose classes were never named counts them
+    # of classes that have names, a number is the place of one
     assert Classes("one", ("LABEL_0", "LABEL_1", "LABEL_2")).code(2) == 2
+    assert Classes("one", ("neg", "pos")).code("1") == 1
+    assert Classes("one", ("1", "0")).code(1) == 0
     assert Classes("number").code("-1.5") == -1.5
     assert Classes("many", ("a", "b"), ((), (1,))).code(["b", "b"]) == 1
 

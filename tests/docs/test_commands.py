@@ -281,8 +281,12 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
         (tmp_path / name).symlink_to(ROOT / name)
     write_small_model(tmp_path / "my-model")
     text = page.read_text()
-    ((data, row),) = re.findall(r"^`([\w.]+)`.*\n\n```json\n(.*?)\n```", text, flags=re.MULTILINE)
-    (tmp_path / data).write_text(f"{row}\n" * max(40, 40_000 // len(row)))
+    blocks = re.findall(
+        r"^`([\w.]+)`[^\n]*\n\n```json\n(.*?)\n```", text, flags=re.MULTILINE | re.DOTALL
+    )
+    assert blocks
+    for data, rows in blocks:
+        (tmp_path / data).write_text(f"{rows}\n" * max(40, 40_000 // len(rows)))
     scripts = [
         [sys.executable, "-c", code]
         for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

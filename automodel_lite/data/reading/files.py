@@ -147,7 +147,8 @@ class FilesDataset:
             # of all sets: what one of them lacks is a class all the same
             sets = [placed(source.rows, range(num))]
             sets += [placed(of.rows) for of in val_sources.values()]
-            detected = replace(detected, classes=self._classes(detected, chain(*sets)))
+            found_classes = self._classes(detected, source.rows, chain(*sets))
+            detected = replace(detected, classes=found_classes)
         self.found_classes = detected.classes
         self.val = {
             name: NormalizedRows(of.rows, detected, range(len(of.rows)))
@@ -220,10 +221,13 @@ class FilesDataset:
         found = replace(detected, labels=alignment, is_checked=self.labels is None)
         return found, f", labels {how[alignment]}"
 
-    def _classes(self, detected: Detected, rows: Iterable[Placed]) -> Classes:
-        """Finds the classes of rows with a label."""
-        names = None if self.classes is None else check_names(self.classes)
+    def _classes(self, detected: Detected, source: RawRows, rows: Iterable[Placed]) -> Classes:
+        """Finds the classes of rows with a label: as they are given, as the `source` of those that
+        are trained on names them, or as the labels are.
+        """
         column = detected.renames.get("label", "label")
+        given = self.classes or tables.class_names(source, column)
+        names = None if given is None else check_names(given)
         labels = (row.get(column) for _, row in rows if not isinstance(row, DataError))
         try:
             return find_classes(labels, names)

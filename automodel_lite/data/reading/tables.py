@@ -4,6 +4,7 @@ named.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +16,7 @@ import pyarrow.parquet
 
 from automodel_lite.data.document import RawRow
 from automodel_lite.data.reading.paths import WholeFile, check_not_cut
-from automodel_lite.data.reading.readers import RawRows, RowList, check_names
+from automodel_lite.data.reading.readers import ConcatenatedRows, RawRows, RowList, check_names
 from automodel_lite.errors import ConfigError, DataError, explained
 
 BLOCK_ROWS = 512  # made into Python objects together, of up to as many bytes
@@ -59,6 +60,16 @@ class TableRows:
 
     def __len__(self) -> int:
         return self._table.num_rows
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Returns what `datasets` has written of the columns beside them."""
+        written = (self._table.schema.metadata or {}).get(b"huggingface")
+        try:
+            found: dict[str, Any] = json.loads(written or b"{}")["info"]["features"]
+        except (ValueError, KeyError, TypeError):
+            return {}
+        return found
 
     def __getitem__(self, index: int) -> RawRow:
         number, place = divmod(int(index), self._block_rows)
@@ -123,6 +134,26 @@ def open_hub(path: str, name: str | None, split: str, key: str) -> tuple[RawRows
         loaded = datasets.load_dataset(path, name, split=split)
     shown = f"{path}/{name}" if name else path
     return DatasetRows(loaded, shown), f"{shown} {split} {loaded._fingerprint}"
+
+
+def class_names(rows: RawRows, column: str) -> list[str] | None:
+    """Returns the names that `datasets` keeps of the classes whose numbers a column holds; None
+    where there are none, or other ones in other files.
+    """
+    if isinstance(rows, ConcatenatedRows):
+        found = [class_names(part, column) for part in rows.datasets]
+        return found[0] if all(one == found[0] for one in found) else None
+    if isinstance(rows, DatasetRows):
+        feature: Any = rows.rows.features.to_dict().get(column)
+    elif isinstance(rows, TableRows):
+        feature = rows.features.get(column)
+    else:
+        return None
+    # of a list the kind of its items
+    if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
+        feature = feature["feature"]
+    is_class = isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    return [str(name) for name in feature["names"]] if is_class else None
 
 
 class DatasetRows(RowList):

@@ -275,7 +275,7 @@ def test_unknown_columns_list_what_was_found_and_what_is_known() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("alpaka", None), "dataset.format=alpaka is not one of packed, tokens, messages"),
+        (("alpaka", None), "dataset.format=alpaka is not one of packed, tokens, decisions"),
         (
             ("alpaca", None),
             "dataset.format=alpaca needs the columns instruction + output, the data have question,",

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from automodel_lite.classes import Classes
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.token_rows import TokenizedData
@@ -168,3 +170,21 @@ def test_columns_of_no_labeled_shape_are_refused_with_those_that_are(tmp_path: P
     assert named.found_classes.names == ("1", "5")
     with pytest.raises(ConfigError, match=r"dataset\.classes=.* names the classes of rows with a"):
         files(tmp_path, [{"text": "a"}], format="text", classes=["a", "b"])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_names_of_classes_are_those_that_datasets_keeps(kind: str, tmp_path: Path) -> None:
+    features = datasets.Features(
+        text=datasets.Value("string"), label=datasets.ClassLabel(names=["neg", "pos", "mixed"])
+    )
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    path = tmp_path / ("rows.parquet" if kind == "parquet" else "rows")
+    if kind == "parquet":
+        rows.to_parquet(path)
+    else:
+        rows.save_to_disk(path)
+    found = FilesDataset(str(path), format="labeled")
+    assert found.found_classes == Classes("one", ("neg", "pos", "mixed"))
+    assert [found.train[i]["label"] for i in range(2)] == [1, 0]
+    named = FilesDataset(str(path), format="labeled", classes=["no", "yes"])
+    assert named.found_classes == Classes("one", ("no", "yes"))
