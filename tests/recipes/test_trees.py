@@ -17,7 +17,7 @@ pytestmark = pytest.mark.numbers
 
 
 def answered_prompts(path: Path, num_prompts: int = 6) -> Path:
-    return data.answered_prompts(path, num_prompts, num_words=40, num_answers=4)
+    return data.answered_prompts(path, num_prompts, num_words=90, num_answers=4)
 
 
 def steps(folder: Path, *overrides: str, world_size: int = 1) -> list[dict]:

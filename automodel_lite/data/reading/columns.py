@@ -293,10 +293,11 @@ def _find(
     found = [one for one in FORMATS if one.kind != "tokens" and one.is_found]
     canonical = [column for one in found for column in one.columns]
     usual = ["prompt", "completion"] if len(texts) > 1 else ["text"]
-    hint = " ".join(
-        f"dataset.columns.{nearest(text, canonical) or name}={text}"
-        for name, text in zip(usual, texts if len(texts) < 3 else ["NAME", "NAME"], strict=False)
-    )
+    shown_texts = texts if len(texts) < 3 else ["NAME", "NAME"]
+    names = [nearest(text, canonical) or name for name, text in zip(usual, shown_texts)]
+    if not any({*names}.issuperset(one.columns) for one in found):
+        names = usual  # each is near a name, and together they are no format
+    hint = " ".join(f"dataset.columns.{name}={text}" for name, text in zip(names, shown_texts))
     raise ConfigError(
         f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. "
         f"Known formats are {known}."

@@ -102,9 +102,12 @@ class Renderer:
         chat = self.chat_renderer
         self._chat = chat(tokenizer, train_on, template_kwargs) if has_template else None
         self._tokenizer = tokenizer
-        usual = tokenizer("a")["input_ids"]
-        adds_bos = tokenizer.bos_token_id is not None and usual[:1] == [tokenizer.bos_token_id]
-        adds_eos = tokenizer.eos_token_id is not None and usual[-1:] == [tokenizer.eos_token_id]
+        # of a tokenizer that has neither, nothing is asked: it may not know the letter
+        bos = tokenizer.bos_token_id
+        eos = tokenizer.eos_token_id if scores else None
+        usual = [] if bos is None and eos is None else tokenizer("a")["input_ids"]
+        adds_bos = bos is not None and usual[:1] == [bos]
+        adds_eos = eos is not None and usual[-1:] == [eos]
         self._bos = str(tokenizer.bos_token) if adds_bos else ""
         self._eos = str(tokenizer.eos_token or "")
         self._added_eos = self._eos if adds_eos else ""
