@@ -40,7 +40,7 @@ def test_what_fits_is_what_is_known_to_fit() -> None:
     assert found["Qwen3-0.6B", "LoRA"][0] != "-"
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_rows_are_what_the_planner_counts() -> None:
     """Of one model; the others by `python docs/write_gpus.py`."""
     assert rows(MODELS[0]) == [line for line in table() if line.startswith("| Qwen3-0.6B ")]
