@@ -94,7 +94,7 @@ def test_what_is_not_there_is_a_sentence(line: list[str], words: str, tmp_path: 
 def test_the_loop_of_the_page_learns(tmp_path: Path) -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "cookbook" / "tinker.md"
     found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    command = re.search(r"--model (toy/base)='(.*?)' loop.py", page.read_text())
+    command = re.search(r"--model (toy/base)='(.*?)'[\s\\]+loop.py", page.read_text(), re.DOTALL)
     assert found
     assert command
     (tmp_path / "loop.py").write_text(found[1])
