@@ -59,7 +59,8 @@ def plan_lines(
             "more need a larger training.num_epochs, or more data"
         )
     every = config.training.val_every_steps
-    if every and not data.val_packs and not config.samples.prompts:
+    is_idle = not (data.val_packs or config.samples.prompts or config.tasks)
+    if every and is_idle:
         lines += (
             f"\nNOTE: training.val_every_steps={every} has nothing to validate on: hold out a "
             "part, dataset.val_frac=0.05, or name a file, dataset.val_path=..."
