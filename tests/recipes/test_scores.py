@@ -297,3 +297,13 @@ def test_what_does_not_go_with_a_score_head_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         run(preset, tmp_path / "run", base, files["classify"], *more)
+
+
+@pytest.mark.same_on_every_cpu
+@pytest.mark.parametrize("preset", ["classify", "reward"])
+def test_a_model_without_a_score_head_is_not_evaluated_with_one_drawn_at_random(
+    preset: str, base: Path, files: dict[str, list[str]], tmp_path: Path
+) -> None:
+    names = (f"model.pretrained={base}", files[preset][0], "name=x")
+    with pytest.raises(ConfigError, match="has no score head"):
+        evaluate.main(config_of(preset, tmp_path / "e", *names))
