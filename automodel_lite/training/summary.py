@@ -21,6 +21,7 @@ from automodel_lite.parallel.mesh import (
 )
 from automodel_lite.training.beyond_plan import notes_beyond_plan
 from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.classes import untrained_note
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.training.settings import (
@@ -75,7 +76,9 @@ def plan_lines(
         epochs, why = epochs_of(config.training, report.documents)
         lines += f"\ntraining.num_epochs: {epochs}{why.replace('training.num_epochs=null: ', '')}"
     lines += "".join(f"\nNOTE: {note}" for note in notes_beyond_plan(config, plan))
-    return [("packing", packing), ("steps", lines)]
+    note = untrained_note(data)
+    of_classes = [("", note)] if note else []
+    return [*of_classes, ("packing", packing), ("steps", lines)]
 
 
 def model_lines(
