@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         "model", type=argument(str, PATH), help="a run, a model or adapter folder, or a hub name"
     )
     found.add_argument("file", type=argument(str, PATH), help="the questions")
-    found.add_argument("settings", nargs="*", help="settings of a run, dataset=images mesh.cp=2")
+    found.add_argument(
+        "settings", nargs="*", default=(), help="settings of a run, dataset=images mesh.cp=2"
+    )
     found.add_argument("--out", type=argument(Path), help="the file to write, a line per row")
     found.add_argument(
         "--checkpoint",

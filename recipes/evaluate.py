@@ -174,4 +174,13 @@ def of_folder(config: Config, checkpoint: str | None) -> Config:
     tokenizer = {
         key: folder if value == pretrained else value for key, value in config.tokenizer.items()
     }
-    return replace(config, model=config.model | {"pretrained": folder}, tokenizer=tokenizer)
+    model = config.model | {"pretrained": folder}
+    # Training would begin a head at random; here its numbers would be those of chance.
+    if model.get("head") == "score" and not build(model).has_score_head():
+        raise ConfigError(
+            f"model.pretrained={pretrained} has no score head, and model.head=score evaluates one",
+            key="model.pretrained",
+            cure="train one, automodel-lite train --config-name classify (or reward), or evaluate "
+            "the loss of its tokens, --config-name finetune",
+        )
+    return replace(config, model=model, tokenizer=tokenizer)

@@ -329,6 +329,8 @@ def test_a_teacher_is_named_by_its_own_settings(model_folder: Path, tmp_path: Pa
 
 def test_validation_without_anything_held_out_is_noted(tmp_path: Path) -> None:
     make = rows(LINES, "training.max_steps=1", "checkpoint.every_steps=0", "dataset.val_frac=0")
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"question": "hi", "answer": "ho"}')
     note = "NOTE: training.val_every_steps=5 has nothing to validate on: hold out a part, "
     for more, is_noted in (
         (["training.val_every_steps=5"], True),
@@ -336,6 +338,7 @@ def test_validation_without_anything_held_out_is_noted(tmp_path: Path) -> None:
         (["training.val_every_steps=0"], False),
         (["training.val_every_steps=5", "dataset.val_frac=0.2"], False),
         (["training.val_every_steps=5", "samples.prompts=[hi]", "samples.max_new_tokens=1"], False),
+        (["training.val_every_steps=5", "tasks=files", f"tasks.files=[{task}]"], False),
     ):
         run = tmp_path / "-".join(more).replace("/", "")
         screen = train_quick(run, *make(tmp_path), *more)[1]

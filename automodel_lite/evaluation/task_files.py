@@ -256,6 +256,8 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
     choices = row.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(x, str) and x.strip() for x in choices):
         raise DataError(f"{where}: choices must be a list of texts.")
+    if len({*choices}) == 1:
+        raise DataError(f"{where}: choices={choices} are one text: name what else may be answered.")
     answers = row.get("answer")
     several = answers if isinstance(answers, list) else [answers]
     if not several or not all(_is_answer(answer) for answer in several):

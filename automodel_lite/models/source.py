@@ -246,6 +246,12 @@ class CausalLM:
             self.classes = Classes(facts["kind"], tuple(facts["names"]))
             self.padding_id = facts["padding_id"]
 
+    def has_score_head(self) -> bool:
+        """Returns whether the weights that are loaded hold a score head."""
+        if not self.pretrained:
+            return False
+        return is_scorer(_load_config(self.pretrained, self.source, self.key))
+
     def _choose_head(self, config: PretrainedConfig) -> None:
         """Writes into a config, in place, which head the model has; raises ConfigError for a family
         or a checkpoint that has not this one.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from automodel_lite.data.feeding.source import PackSource, has_adapting
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.stop_tokens import template_end
 from automodel_lite.data.tokens.token_rows import members_of
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, listed
 from automodel_lite.training.settings import RunParts
 
 
@@ -56,6 +57,36 @@ def with_classes(parts: RunParts, data: PackSource) -> RunParts:
     parts.model.classes = classes or ONE_SCORE
     parts.model.padding_id = padding_token(data)
     return replace(parts, loss=loss)
+
+
+def untrained_note(data: PackSource) -> str:
+    """Returns a note of the classes that no document that is trained on has: a validation set has
+    them, or `dataset.classes` names them. Nothing where there is none, and of a stream.
+    """
+    classes = classes_of(data)
+    if data.planned is None or classes is None or classes.kind == "number":
+        return ""
+    codes = _labels(data.planned.tokens.train)
+    if classes.kind == "many":
+        trained = {number for code in codes for number in classes.sets[code]}
+    else:
+        trained = codes
+    missing = [name for number, name in enumerate(classes.names) if number not in trained]
+    if not missing:
+        return ""
+    return (
+        f"NOTE: no document that is trained on has the label {listed(missing, 5)}: the model never "
+        "learns it"
+    )
+
+
+def _labels(rows: Any) -> set[int]:
+    """Returns the numbers of the classes, or sets of classes, that rows are labeled with."""
+    found: set[int] = set()
+    for source in getattr(rows, "sources", [rows]):
+        labels = np.asarray(source.flat.columns["labels"])
+        found.update(np.unique(labels[labels != IGNORE_INDEX]).tolist())
+    return found
 
 
 _FILLS = re.compile(r"pad|reserved|unused|unk", re.IGNORECASE)  # tokens that no text holds

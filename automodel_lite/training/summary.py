@@ -21,6 +21,7 @@ from automodel_lite.parallel.mesh import (
 )
 from automodel_lite.training.beyond_plan import notes_beyond_plan
 from automodel_lite.training.build import BuiltModel
+from automodel_lite.training.classes import untrained_note
 from automodel_lite.training.guards import Guards
 from automodel_lite.training.schedules import num_warmup
 from automodel_lite.training.settings import (
@@ -59,7 +60,8 @@ def plan_lines(
             "more need a larger training.num_epochs, or more data"
         )
     every = config.training.val_every_steps
-    if every and not data.val_packs and not config.samples.prompts:
+    is_idle = not (data.val_packs or config.samples.prompts or config.tasks)
+    if every and is_idle:
         lines += (
             f"\nNOTE: training.val_every_steps={every} has nothing to validate on: hold out a "
             "part, dataset.val_frac=0.05, or name a file, dataset.val_path=..."
@@ -74,7 +76,9 @@ def plan_lines(
         epochs, why = epochs_of(config.training, report.documents)
         lines += f"\ntraining.num_epochs: {epochs}{why.replace('training.num_epochs=null: ', '')}"
     lines += "".join(f"\nNOTE: {note}" for note in notes_beyond_plan(config, plan))
-    return [("packing", packing), ("steps", lines)]
+    note = untrained_note(data)
+    of_classes = [("", note)] if note else []
+    return [*of_classes, ("packing", packing), ("steps", lines)]
 
 
 def model_lines(

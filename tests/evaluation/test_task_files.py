@@ -123,6 +123,7 @@ GOOD = {"question": "?", "answer": "a"}
         ("", [{"question": "?"}], "rows.jsonl:1: answer must be"),
         ("", [{"question": "?", "answer": None}], "answer must be"),
         ("", [{"question": "?", "answer": "C", "choices": ["a", "b"]}], "none of the 2 choices"),
+        ("", [{"question": "?", "answer": "a", "choices": ["a", "a"]}], "are one text: name what"),
         ("", [{"messages": [{"role": "assistant", "content": "a"}], "answer": "a"}], "the last is"),
         ("", ["text"], "a row is a group of keys"),
         ("scorer: exactly\n", [GOOD], "scorer=exactly must be one of exact, regex, choices"),

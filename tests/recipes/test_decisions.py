@@ -201,3 +201,10 @@ def test_packs_that_cut_rows_are_refused(file: Path, tmp_path: Path) -> None:
                            "name=x", "packed_sequence.packed_sequence_size=512", more)  # fmt: skip
         with pytest.raises(ConfigError, match="questions stay whole"):
             checked_parts(config)
+
+
+def test_the_file_alone_is_asked_for_where_it_is_missing() -> None:
+    args = decide.parser().parse_args(["runs/x", "questions.jsonl"])
+    assert (args.file, [*args.settings]) == ("questions.jsonl", [])
+    with pytest.raises(ConfigError, match=r"arguments are required: file \("):
+        decide.parser().parse_args(["runs/x"])

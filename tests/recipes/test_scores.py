@@ -24,7 +24,7 @@ from automodel_lite.results import RESULTS
 from automodel_lite.tools.load_generator import load_exported
 from recipes import evaluate
 from tests.data.templates import LLAMA3, byte_tokenizer
-from tests.runs import Row, config_of, train
+from tests.runs import Row, config_of, train, train_until
 
 pytestmark = pytest.mark.numbers
 
@@ -297,3 +297,27 @@ def test_what_does_not_go_with_a_score_head_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         run(preset, tmp_path / "run", base, files["classify"], *more)
+
+
+@pytest.mark.same_on_every_cpu
+@pytest.mark.parametrize("preset", ["classify", "reward"])
+def test_a_model_without_a_score_head_is_not_evaluated_with_one_drawn_at_random(
+    preset: str, base: Path, files: dict[str, list[str]], tmp_path: Path
+) -> None:
+    names = (f"model.pretrained={base}", files[preset][0], "name=x")
+    with pytest.raises(ConfigError, match="has no score head"):
+        evaluate.main(config_of(preset, tmp_path / "e", *names))
+
+
+@pytest.mark.same_on_every_cpu
+def test_classes_that_are_not_trained_on_are_noted(
+    base: Path, files: dict[str, list[str]], tmp_path: Path
+) -> None:
+    held_out = write(tmp_path / "val.jsonl", [{"text": "oak", "label": "tree"}])
+    note = "NOTE: no document that is trained on has the label tree: the model never learns it"
+    for val, is_noted in ((f"dataset.val_path={held_out}", True), (files["classify"][1], False)):
+        data = (f"model.pretrained={base}", files["classify"][0], val)
+        code, screen = train_until(
+            "classify", tmp_path / "run", *data, *SMALL, "dry_run=true", stop_at=0
+        )
+        assert (code, note in screen) == (0, is_noted)
