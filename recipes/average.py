@@ -83,8 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     trained = load_trained(args.run, names[0], averaged_with=names[1:], **own)
     trained.export(target)
     if rank() == 0:
-        with without_undoing("card", Console(is_silent=False)):  # the model is written
-            write_decisions(args.run, target)
+        console = Console(is_silent=False)
+        with without_undoing("card", console):  # the model is written
+            for line in write_decisions(args.run, target, is_mean=True)[:1]:
+                console.say("decisions", line)
             write_card(args.run, target)
         print(f"the mean of {', '.join(names)} written to {target}")
     return 0

@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     if rank() == 0:
         console = Console(is_silent=False)
         with without_undoing("card", console):  # the model is written
-            write_decisions(args.run, target)
+            for line in write_decisions(args.run, target)[:1]:
+                console.say("decisions", line)
             write_card(args.run, target, args.push)
         console.say(
             "exported", f"{trained.checkpoint.name} of {args.run} written to {target}{merged}"

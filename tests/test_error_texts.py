@@ -27,7 +27,7 @@ ABSENT = (
 )  # as in an environment without the extras
 PRESETS = "finetune, lora, dpo, pretrain, policy (automodel-lite ls lists all presets)"
 KNOWN_COLUMNS = (
-    "input_ids + labels + seq_lens, input_ids, messages, conversations, instruction + output, prompt + completion, "
+    "input_ids + labels + seq_lens, input_ids, state + questions, state + question, messages, conversations, instruction + output, prompt + completion, "
     "prompt + responses, question + answer, text, chosen + rejected"
 )
 

@@ -21,7 +21,7 @@ from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.extras.report import READ, TRAINED, Inspection
 from automodel_lite.parts.images import images_lines, shown_pictures
 from automodel_lite.prefix_trees import find_nodes
-from automodel_lite.training.classes import classes_of
+from automodel_lite.training.classes import classes_of_documents
 
 NUM_PACKS = 8
 NUM_SAMPLES = 3  # on the screen
@@ -189,7 +189,7 @@ def scored_of(
     data: PlannedPacks, row: Mapping[str, np.ndarray], begins: np.ndarray, shown: slice
 ) -> Iterator[str]:
     """Yields a document, of a tree each row's own tokens, and behind each what it is scored."""
-    classes = classes_of(data)
+    classes = classes_of_documents(data.documents)
     answers = {CHOSEN: "chosen", REJECTED: "rejected"}
     edges = [shown.start, *(shown.start + begins).tolist(), shown.stop]
     for start, stop in pairwise(edges):

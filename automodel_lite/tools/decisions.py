@@ -96,22 +96,31 @@ def asked(numbers: np.ndarray, documents: Any) -> Iterator[Decision]:
         yield decisions[place_of(number)]
 
 
-def write_decisions(run: Path, folder: Path) -> list[str]:
+def write_decisions(run: Path, folder: Path, is_mean: bool = False) -> list[str]:
     """Writes decisions.json into the exported folder of a run that trains on decisions; returns
     what to say of it, nothing of another run.
+
+    is_mean  it holds the mean of several checkpoints, which no validation has judged
     """
     config = saved_config(run / "config.yaml")
     loss = str(config["loss"].get("_target_", ""))
     if loss.rpartition(".")[2] != Decisions.__name__:
         return []
     step = exported_step(folder)
-    found = RunFolder(run).decisions_of(step) or {"step": step, "fitted": {}, "held_out": {}}
+    folder_of_run = RunFolder(run)
+    found: dict[str, Any] = {} if is_mean else folder_of_run.decisions_of(step)
+    found = found or {"step": step, "fitted": {}, "held_out": {}}
     tokenize = config["tokenize"]
     written = {name: tokenize[name] for name in ("choice_prefix", "permute_choices")}
     written |= {"template_kwargs": tokenize["template_kwargs"], "seed": config["seed"]}
     fitted = found["fitted"]
     whole = {"temperature": fitted.get("temperature", 1.0), **found, "written": written}
     write_atomically(folder / NAME, json.dumps(whole, indent=1) + "\n")
+    if not fitted and folder_of_run.decisions_of().get("fitted"):
+        return [
+            f"{NAME}: temperature 1, as no validation has judged these weights: export a step of "
+            f"{folder_of_run.decisions.name}, or answer with decide --temperature"
+        ]
     if not fitted:
         return [
             f"{NAME}: temperature 1, as nothing is held out: set dataset.val_frac=0.1 to fit it"

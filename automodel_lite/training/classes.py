@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from automodel_lite.classes import ONE_SCORE, Classes
+from automodel_lite.classes import ONE_SCORE, Classes, described
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.feeding.source import PackSource, has_adapting
+from automodel_lite.data.reading.documents import Documents
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.stop_tokens import template_end
 from automodel_lite.data.tokens.token_rows import members_of
@@ -20,24 +21,39 @@ from automodel_lite.errors import ConfigError, listed
 from automodel_lite.training.settings import RunParts
 
 
-def classes_of(data: PackSource) -> Classes | None:
+def classes_of_documents(documents: Documents) -> Classes | None:
     """Returns the classes of the data; None of data without labels.
 
     Raises ConfigError for a mixture of sets with other classes each.
     """
     found = {}
-    for name, member in members_of(data.documents).items():
+    for name, member in members_of(documents).items():
         own = member.found_classes if isinstance(member, FilesDataset) else None
         found[name] = own
     first = next(iter(found.values()), None)
     for name, own in found.items():
         if own != first:
             raise ConfigError(
-                f"dataset.sources.{name} has other classes than the sets before it",
-                key=f"dataset.sources.{name}.classes",
-                cure="give all sets the same list of classes, and one kind of labels",
+                f"dataset.sources.{name} has {_labels(own)}, and the sets before it "
+                f"{_labels(first)}",
+                key=f"dataset.sources.{name}.dataset.classes",
+                cure=_cure(found),
             )
     return first
+
+
+def _labels(classes: Classes | None) -> str:
+    return described(classes) if classes else "no labels"
+
+
+def _cure(found: dict[str, Classes | None]) -> str:
+    """Returns what makes the labels of a mixture one kind: each source is given all names."""
+    kinds = {classes.kind if classes else None for classes in found.values()}
+    if len(kinds) > 1 or kinds <= {"number", None}:
+        return "mix sets of one kind of labels"
+    names = dict.fromkeys(name for classes in found.values() if classes for name in classes.names)
+    typed = ", ".join(sorted(names))
+    return f"give each source the same list, dataset.sources.<name>.dataset.classes=[{typed}]"
 
 
 def with_classes(parts: RunParts, data: PackSource) -> RunParts:
@@ -52,7 +68,7 @@ def with_classes(parts: RunParts, data: PackSource) -> RunParts:
             key="dataset",
             cure="use dataset=files",
         )
-    classes = classes_of(data)
+    classes = classes_of_documents(data.documents)
     loss = parts.loss.of_classes(classes)
     parts.model.classes = classes or ONE_SCORE
     parts.model.padding_id = padding_token(data)

@@ -17,6 +17,7 @@ from automodel_lite.config.components import build
 from automodel_lite.config.schema import CheckpointConfig, Config, SamplesConfig
 from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.feeding.feed import DeviceFeed, validation_steps
+from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.errors import ConfigError
@@ -180,6 +181,13 @@ def check_held_out(config: Config, data: PackSource) -> None:
     part = build(config.evaluation) if config.evaluation else None
     if isinstance(part, OwnQuestions):
         part.check_tasks()
+    elif config.evaluation and document_kind(data.documents) == "decisions":
+        raise ConfigError(
+            "evaluation compares answers that are written, and those to decisions are choices, "
+            "which every validation judges (val_accuracy, val_ece)",
+            key="evaluation",
+            cure="set evaluation=none",
+        )
     elif config.evaluation and not has_questions(data.documents):
         raise ConfigError(
             "evaluation asks held-out questions, and there are none: set dataset.val_frac=0.05 or "

@@ -106,6 +106,21 @@ def test_the_export_says_how_it_was_asked(trained: Path) -> None:
     assert "val: kind" in (trained / "report.html").read_text()
 
 
+def test_a_mean_of_checkpoints_takes_no_temperature_of_one(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The held-out answers of the last step are not those of the mean."""
+    from recipes import average
+
+    assert average.main([str(trained), "--to", str(tmp_path / "mean")]) == 0
+    assert "temperature 1, as no validation has judged these weights" in capsys.readouterr().out
+    found = json.loads((tmp_path / "mean" / "decisions.json").read_text())
+    assert (found["temperature"], found["fitted"], found["held_out"]) == (1.0, {}, {})
+    assert found["written"]["seed"] == 3
+    card = (tmp_path / "mean" / "README.md").read_text()
+    assert "none was fitted, as no validation has judged these weights" in card
+
+
 def plain_answers(folder: Path, row: dict[str, Any], temperature: float) -> dict[str, Any]:
     """Probabilities of the choices by transformers, a question at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,5 +1,6 @@
 """Scores of answers, and samples of a model in training."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_the_best_checkpoint_needs_held_out_data(tmp_path: Path):
         ConfigError, match=r"^evaluation asks held-out questions, and there are none"
     ):
         train("smoke", tmp_path / "run", *data, "evaluation=exact_match")
+
+
+def test_decisions_are_judged_by_every_validation(tmp_path: Path):
+    questions = {"big": {"type": "noul", "instructions": "Is it big?"}}
+    row = {"state": "A whale.", "questions": questions, "answers": {"big": True}}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    data = ("~dataset.num_chats", "dataset=files", f"dataset.path={tmp_path / 'a.jsonl'}")
+    more = ("dataset.val_frac=0.25", "loss=decisions", "evaluation=exact_match")
+    with pytest.raises(ConfigError, match=r"to decisions are choices, .*: set evaluation=none"):
+        train("smoke", tmp_path / "run", *data, *more)
 
 
 ASKED = [

@@ -10,6 +10,7 @@ import codecs
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -180,6 +181,24 @@ class FilesDataset:
             f"val_frac={self.val_frac} of {unit}, max_documents={self.max_documents}, "
             f"seed={self.seed}, {options})"
         )
+
+    def with_sets(self, sets: Iterable[tuple[int, ...]]) -> FilesDataset:
+        """Returns the data with the numbers of these sets of classes for its labels, where it is
+        read beside others.
+        """
+        assert self.found_classes is not None
+        changed = copy(self)
+        changed.found_classes = replace(self.found_classes, sets=tuple(sets))
+
+        def numbered(rows: DocumentSet) -> DocumentSet:
+            assert isinstance(rows, NormalizedRows)
+            return replace(rows, detected=replace(rows.detected, classes=changed.found_classes))
+
+        changed.train = numbered(self.train)
+        changed.val = {name: numbered(rows) for name, rows in self.val.items()}
+        # the numbers are kept with the tokens
+        changed.identity = f"{self.identity} with {changed.found_classes}"
+        return changed
 
     def _open(self, options: ReadOptions) -> tuple[OpenedRows, dict[str, OpenedRows]]:
         """Opens what is trained on, and the validation sets by name."""

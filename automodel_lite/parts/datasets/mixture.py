@@ -77,7 +77,9 @@ class Mixture:
         self.stop = stop
         self.seed = seed
         self.kind = "mixture"
-        self.datasets = {name: source.dataset for name, source in self.sources.items()}
+        self.datasets = _with_same_sets(
+            {name: source.dataset for name, source in self.sources.items()}
+        )
         self._check_held_out()
         self._join()
         self.questions: Sequence[Question] = [
@@ -87,7 +89,7 @@ class Mixture:
             f"{name} = {dataset.description}" for name, dataset in self.datasets.items()
         )
         rules = [
-            f"{name}: {s.dataset.identity} {s.weight} {s.repeat}"
+            f"{name}: {self.datasets[name].identity} {s.weight} {s.repeat}"
             for name, s in self.sources.items()
         ]
         self.identity = f"mixture({'; '.join(rules)}; {stop}, seed={seed})"
@@ -249,6 +251,26 @@ def choose_documents(
     rest = num_tokens - num_whole * total
     # a document is in when at least half of it is
     return np.concatenate([whole, np.sort(drawn[taken.cumsum() - taken / 2 <= rest])])
+
+
+def _with_same_sets(datasets: Mapping[str, Documents]) -> dict[str, Documents]:
+    """Returns the datasets with the same sets of classes, where a row has several classes: each
+    has found those of its own rows. Datasets of other names of classes stay as they are.
+    """
+    labeled = {
+        name: dataset
+        for name, dataset in datasets.items()
+        if isinstance(dataset, FilesDataset) and dataset.found_classes is not None
+    }
+    found = [dataset.found_classes for dataset in labeled.values()]
+    if len({(one.kind, one.names) for one in found if one}) != 1:
+        return dict(datasets)
+    sets = sorted({members for one in found if one for members in one.sets})
+    joined = dict(datasets)
+    for name, dataset in labeled.items():
+        if dataset.found_classes and dataset.found_classes.sets != tuple(sets):
+            joined[name] = dataset.with_sets(sets)
+    return joined
 
 
 def _source(name: str, settings: Any) -> Source:

@@ -19,6 +19,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
 from automodel_lite.parts.datasets.mixture import MixedRows, Mixture, choose_documents
 from automodel_lite.parts.datasets.streams import StreamingDataset
+from automodel_lite.training.classes import classes_of_documents
 from tests.data.templates import MARKED, byte_tokenizer
 
 
@@ -248,3 +249,43 @@ def test_rows_bring_the_columns_of_all_sets(documents: list[int]) -> None:
     assert columns["loss_weights"].tolist() == [x for i in documents for x in weights[i]]
     ids = [[[0, 0], [0, 0]], [[3, 4], [0, 0]]]
     assert columns["teacher_ids"].tolist() == [x for i in documents for x in ids[i]]
+
+
+def labeled(path: Path, labels: list[Any], **options: Any) -> FilesDataset:
+    rows = [{"text": "a", "label": label} for label in labels]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FilesDataset(str(path), format="labeled", **options)
+
+
+def test_sets_of_classes_have_one_number_in_all_datasets(tmp_path: Path) -> None:
+    first = labeled(tmp_path / "a.jsonl", [["x", "y"], ["x"]])
+    second = labeled(tmp_path / "b.jsonl", [["y"], ["x"], []])
+    assert [second.train[i]["label"] for i in range(3)] == [2, 1, 0]
+    mixture = Mixture({"a": {"dataset": first}, "b": {"dataset": second}})
+    one, two = mixture.datasets.values()
+    assert isinstance(one, FilesDataset)
+    assert isinstance(two, FilesDataset)
+    assert one.found_classes == two.found_classes
+    assert one.found_classes is not None
+    assert one.found_classes.sets == ((), (0,), (0, 1), (1,))
+    assert [one.train[i]["label"] for i in range(2)] == [2, 1]
+    assert [two.train[i]["label"] for i in range(3)] == [3, 1, 0]
+    assert first.train[0]["label"] == 1  # as it is alone
+    assert one.identity != first.identity
+
+
+def test_a_source_that_lacks_a_class_names_the_list_to_give(tmp_path: Path) -> None:
+    def sources(classes: list[str] | None) -> dict[str, dict[str, FilesDataset]]:
+        return {
+            name: {"dataset": labeled(tmp_path / f"{name}.jsonl", labels, classes=classes)}
+            for name, labels in {"one": ["x", "z"], "two": ["x", "y"]}.items()
+        }
+
+    with pytest.raises(ConfigError) as refused:
+        classes_of_documents(Mixture(sources(None)))
+    assert refused.value.key == "dataset.sources.two.dataset.classes"
+    assert "2 classes: x, y, and the sets before it 2 classes: x, z" in str(refused.value)
+    assert "dataset.sources.<name>.dataset.classes=[x, y, z]" in str(refused.value)
+    found = classes_of_documents(Mixture(sources(["x", "y", "z"])))
+    assert found is not None
+    assert found.names == ("x", "y", "z")
