@@ -79,10 +79,10 @@ def untrained_note(data: PackSource) -> str:
     """Returns a note of the classes that no document that is trained on has: a validation set has
     them, or `dataset.classes` names them. Nothing where there is none, and of a stream.
     """
-    classes = classes_of(data)
+    classes = classes_of_documents(data.documents)
     if data.planned is None or classes is None or classes.kind == "number":
         return ""
-    codes = _labels(data.planned.tokens.train)
+    codes = _codes_of(data.planned.tokens.train)
     if classes.kind == "many":
         trained = {number for code in codes for number in classes.sets[code]}
     else:
@@ -96,7 +96,7 @@ def untrained_note(data: PackSource) -> str:
     )
 
 
-def _labels(rows: Any) -> set[int]:
+def _codes_of(rows: Any) -> set[int]:
     """Returns the numbers of the classes, or sets of classes, that rows are labeled with."""
     found: set[int] = set()
     for source in getattr(rows, "sources", [rows]):
