@@ -153,7 +153,7 @@ def test_a_run_that_ended_early_says_what_it_exports(tmp_path: Path):
     _, screen = train_quick(tmp_path / "kept", *options, "checkpoint.keep_last=5")
     assert "ended early: val_loss has not improved 1 time in a row" in screen
     said = " ".join(screen.split())
-    assert "step_00000002 has a lower validation loss: automodel-lite export" in said
+    assert "step_00000002 has the lowest validation loss: automodel-lite export" in said
     assert export_hf.main([str(tmp_path / "kept"), "--checkpoint", "best"]) == 0
     assert exported_step(tmp_path / "kept/hf") == 2
     _, screen = train_quick(tmp_path / "best", *options, "checkpoint.keep_best=1")

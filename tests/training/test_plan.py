@@ -222,7 +222,7 @@ def test_all_that_is_wrong_is_said_at_once(parts: RunParts) -> None:
     [
         ("loss", "parts.losses.distillation.Distill", "teacher", "teacher=pretrained"),
         ("teacher", "models.source.CausalLM", "teacher", "leave it out"),
-        ("loss", "parts.losses.preference.Dpo", "packed_sequence.strategy", "overlong=drop"),
+        ("loss", "parts.losses.preference.Dpo", "packed_sequence.overlong", "use drop or error"),
     ],
     ids=["no teacher", "an idle teacher", "pairs cut"],
 )  # fmt: skip
