@@ -37,9 +37,9 @@ __all__ = ["folder"]  # the fixture
 NUMBERS = [errno.ENOSPC, errno.EIO]
 SAMPLED = [
     pytest.param(errno.EIO, 5, id="every-5"),
-    *(pytest.param(number, 1, id=f"each-{number}", marks=pytest.mark.system) for number in NUMBERS),
+    *(pytest.param(number, 1, id=f"each-{number}", marks=pytest.mark.slow) for number in NUMBERS),
 ]
-"""Of operations of some 50 touches: every fifth, and each of them."""
+"""Of operations of some 50 touches: every fifth, and in the slow suite each of them, half a minute of one core."""
 
 
 def build(folder: Path) -> None:
