@@ -77,7 +77,8 @@ class TaskFile:
         if self.scorer == "regex":
             return float(_found(self.pattern, answer) in self._wanted(row))
         if self.scorer == "choices":
-            return float(choice_of(answer, row.choices) == _place(row))
+            right = [row.choices.index(text) for text in row.answers]
+            return float(choice_of(answer, row.choices) in right)
         return float(answer.strip() in [text.strip() for text in row.answers])
 
     def _wanted(self, row: TaskRow) -> list[str]:
@@ -256,14 +257,14 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
     choices = row.get("choices") or []
     if not isinstance(choices, list) or not all(isinstance(x, str) and x.strip() for x in choices):
         raise DataError(f"{where}: choices must be a list of texts.")
-    if len({*choices}) == 1:
-        raise DataError(f"{where}: choices={choices} are one text: name what else may be answered.")
+    if choices and len({*choices}) < max(2, len(choices)):
+        raise DataError(f"{where}: choices={choices} must be two texts or more, no text twice.")
     answers = row.get("answer")
     several = answers if isinstance(answers, list) else [answers]
     if not several or not all(_is_answer(answer) for answer in several):
         raise DataError(f"{where}: answer must be a text, a number, or a list of those.")
-    if choices and not isinstance(answers, list):
-        several = [_as_choice(answers, choices, where)]
+    if choices:
+        several = [_as_choice(answer, choices, where) for answer in several]
     return TaskRow(
         Question(messages, None, is_chat=not raw), [str(x) for x in several], choices, row, where
     )
@@ -277,6 +278,12 @@ def _as_choice(answer: Any, choices: Sequence[str], where: str) -> str:
     """Returns the text of the right choice, by its text, its letter, or its place from 0."""
     if answer in choices:
         return str(answer)
+    is_number = isinstance(answer, int)
+    if is_number and str(answer) in choices and choices[answer : answer + 1] != [str(answer)]:
+        raise DataError(
+            f"{where}: answer={answer} is the text of a choice, but a number is the place of one: "
+            f'write "{answer}" for the text, or the letter.'
+        )
     if isinstance(answer, str) and len(answer) == 1 and answer.isupper():
         answer = ord(answer) - ord("A")
     if isinstance(answer, int) and 0 <= answer < len(choices):
@@ -285,10 +292,6 @@ def _as_choice(answer: Any, choices: Sequence[str], where: str) -> str:
         f"{where}: answer={answer} is none of the {len(choices)} choices: give its text, its "
         "letter (A is the first) or its place (0 is the first)."
     )
-
-
-def _place(row: TaskRow) -> int:
-    return row.choices.index(row.answers[0])
 
 
 def _with_scorer(

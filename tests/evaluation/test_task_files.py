@@ -73,12 +73,32 @@ def test_a_choice_is_named_by_its_text_or_letter(answer: str, place: int | None)
     assert choice_of(answer, ["New York", "New York City", "Lima"]) == place
 
 
-@pytest.mark.parametrize("answer", ["Lima", "B", 1])
+@pytest.mark.parametrize("answer", ["Lima", "B", 1, ["Lima"], ["B"]])
 def test_rows_with_choices_are_scored_as_choices(tmp_path: Path, answer: object) -> None:
     row = {"question": "?", "choices": ["Quito", "Lima"], "answer": answer, "id": 3}
     task = read_task(write(tmp_path, "c.jsonl", row))
     assert (task.scorer, task.unused) == ("choices", ["id"])
     assert [task.score(task.rows[0], x) for x in ("Lima.", "B)", "Quito")] == [1, 1, 0]
+
+
+def test_several_choices_are_right(tmp_path: Path) -> None:
+    row = {"question": "?", "choices": ["Quito", "Lima", "Oslo"], "answer": ["Lima", "A"]}
+    task = read_task(write(tmp_path, "c.jsonl", row))
+    assert [task.score(task.rows[0], x) for x in ("Lima", "A", "Quito", "C", "")] == [1, 1, 1, 0, 0]
+
+
+def test_a_number_is_not_taken_for_the_place_of_another_choice(tmp_path: Path) -> None:
+    for choices, answer, right in (
+        (["3", "4", "2"], "2", "2"),
+        (["3", "4", "2"], "C", "2"),
+        (["0", "1", "2"], 1, "1"),
+        (["3", "4", "5"], 2, "5"),
+    ):
+        row = {"question": "1+1=", "choices": choices, "answer": answer}
+        assert read_task(write(tmp_path, "c.jsonl", row)).rows[0].answers == [right]
+    write(tmp_path, "c.jsonl", {"question": "1+1=", "choices": ["3", "2", "4"], "answer": 2})
+    with pytest.raises(DataError, match='c.jsonl:1: answer=2 is .* write "2" for the text'):
+        read_task(tmp_path / "c.jsonl")
 
 
 def test_a_function_of_ones_own_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +143,8 @@ GOOD = {"question": "?", "answer": "a"}
         ("", [{"question": "?"}], "rows.jsonl:1: answer must be"),
         ("", [{"question": "?", "answer": None}], "answer must be"),
         ("", [{"question": "?", "answer": "C", "choices": ["a", "b"]}], "none of the 2 choices"),
-        ("", [{"question": "?", "answer": "a", "choices": ["a", "a"]}], "are one text: name what"),
+        ("", [{"question": "?", "answer": "a", "choices": ["a"]}], "must be two texts or more"),
+        ("", [{"question": "?", "answer": 1, "choices": ["a", "a", "b"]}], "no text twice"),
         ("", [{"messages": [{"role": "assistant", "content": "a"}], "answer": "a"}], "the last is"),
         ("", ["text"], "a row is a group of keys"),
         ("scorer: exactly\n", [GOOD], "scorer=exactly must be one of exact, regex, choices"),
