@@ -97,7 +97,7 @@ def test_a_number_is_not_taken_for_the_place_of_another_choice(tmp_path: Path) -
         row = {"question": "1+1=", "choices": choices, "answer": answer}
         assert read_task(write(tmp_path, "c.jsonl", row)).rows[0].answers == [right]
     write(tmp_path, "c.jsonl", {"question": "1+1=", "choices": ["3", "2", "4"], "answer": 2})
-    with pytest.raises(DataError, match='c.jsonl:1: answer=2 is .* write "2" for the text'):
+    with pytest.raises(DataError, match=r'c.jsonl:1: answer=2 is .* write "2" for the text'):
         read_task(tmp_path / "c.jsonl")
 
 
