@@ -207,8 +207,8 @@ class Engine:
                 for one, answers in zip(waiting, drawn):
                     one.settle(client, answers)
         except Exception as error:
-            # a server that does not answer fails them all
-            if len(waiting) == 1 or isinstance(error, OSError):
+            # a server that does not answer, or refuses the weights, fails them all
+            if len(waiting) == 1 or isinstance(error, OSError | ConfigError):
                 for one in waiting:
                     one.fail(error)
                 return

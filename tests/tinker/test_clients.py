@@ -547,6 +547,21 @@ def test_a_server_draws_for_an_unchanged_script(rank: int, folder: str, tmp_path
         sampler.sample(prompt, 1, params).result()
 
 
+def test_a_server_that_refuses_the_weights_gets_them_once(folder: str, tmp_path: Path) -> None:
+    stand_in = Sglang(folder, takes=False)
+    with serving(stand_in) as url:
+        service = begin(tmp_path)
+        SETTINGS.sampler = url
+        client = service.create_lora_training_client(folder, rank=4).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints([5, 6, 7])
+        futures = [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=2)) for _ in range(3)]
+        for future in futures:
+            with pytest.raises(tinker.BadRequestError, match="LoRA is not enabled"):
+                future.result()
+    assert stand_in.paths == ["/load_lora_adapter"]
+
+
 def test_a_server_that_is_not_there_is_a_sentence(folder: str, tmp_path: Path) -> None:
     service = begin(tmp_path)
     SETTINGS.sampler = "http://127.0.0.1:9"
