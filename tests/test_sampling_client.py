@@ -168,6 +168,15 @@ def test_weights_that_have_changed_are_not_measured(folder: str, adapter: Traini
         assert answer.log_probs is answer.sampler_log_probs
 
 
+def test_no_requests_have_no_answers(folder: str, adapter: TrainingClient) -> None:
+    assert adapter.draw([]) == []
+    with serving(Vllm(folder)) as url, SamplingClient(url, adapter) as sampler:
+        sampler.update()
+        sampler.draw(REQUESTS)
+        assert sampler.draw([]) == []
+        assert sampler.metrics()["sampler_tokens"] == 0
+
+
 # ---------------------------------------------- answers
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_end_and_differ_as_those_of_the_training_client(

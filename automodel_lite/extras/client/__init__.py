@@ -431,15 +431,23 @@ class TrainingClient:
         An answer follows from its request alone: what else is in the batch does not change it.
         """
         drawn = self._draw(requests, batch_size)
-        groups = [
-            rows_of_answers(request.prompt, [ids for ids, _ in answers])
-            for request, answers in zip(requests, drawn)
-        ]
-        found = iter(self.forward(groups).log_probs)
+        scored = self.score_answers(requests, [[ids for ids, _ in answers] for answers in drawn])
         return [
-            [Answer(ids, next(found)[-len(ids) :], is_ended) for ids, is_ended in answers]
-            for answers in drawn
+            [Answer(ids, own, is_ended) for (ids, is_ended), own in zip(answers, of_request)]
+            for answers, of_request in zip(drawn, scored)
         ]
+
+    def score_answers(
+        self, requests: Sequence[Request], answers: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[np.ndarray]]:
+        """Returns the log-probabilities of the answers' ids, [request][sample], with one `forward`
+        in which the answers to a prompt are a group.
+        """
+        if not requests:
+            return []
+        groups = [rows_of_answers(x.prompt, of_one) for x, of_one in zip(requests, answers)]
+        found = iter(self.forward(groups).log_probs)
+        return [[next(found)[-len(ids) :] for ids in of_one] for of_one in answers]
 
     @property
     def most_tokens(self) -> int:

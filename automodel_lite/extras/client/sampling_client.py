@@ -38,7 +38,6 @@ from automodel_lite.extras.client.sampling import (
     Request,
     Stop,
     requests_of,
-    rows_of_answers,
 )
 from automodel_lite.extras.client.servers import Job, Kind, find_server
 from automodel_lite.parallel.control import all_ranks
@@ -309,14 +308,12 @@ class SamplingClient:
         """Returns the answers with `log_probs` of the training client as it is, and sets `gap`;
         raises ConfigError for a gap that no rounding makes.
         """
-        groups = [
-            rows_of_answers(request.prompt, [answer.ids for answer in of_request])
-            for request, of_request in zip(requests, answers)
-        ]
-        scored = iter(self.client.forward(groups).log_probs)
+        scored = self.client.score_answers(
+            requests, [[answer.ids for answer in of_request] for of_request in answers]
+        )
         own = [
-            [replace(answer, log_probs=next(scored)[-len(answer.ids) :]) for answer in of_request]
-            for of_request in answers
+            [replace(answer, log_probs=values) for answer, values in zip(of_request, of_scores)]
+            for of_request, of_scores in zip(answers, scored)
         ]
         self.gap = Gap.of(own)
         if self.gap.mean > self._max_gap:
