@@ -28,7 +28,7 @@ def note(text: str) -> None:
 
 def of_service(*names: str) -> Callable[[Call], Call]:
     """Names those of a method's arguments that mean something to the service alone, where one is
-    given.
+    given; and all that only its `**kwargs` take.
     """
 
     def decorate(method: Call) -> Call:
@@ -38,8 +38,10 @@ def of_service(*names: str) -> Callable[[Call], Call]:
             given = signature.bind(*args, **more).arguments
             defaults = {name: signature.parameters[name].default for name in names}
             told = [name for name in names if given.get(name, defaults[name]) != defaults[name]]
+            told += [name for name in more if name not in signature.parameters]
             if told:
-                note(f"{', '.join(told)} of {method.__name__}: of the service, and unused here")
+                whose = method.__qualname__.removesuffix(".__init__")
+                note(f"{', '.join(told)} of {whose}: of the service, and unused here")
 
         if inspect.iscoroutinefunction(method):
 

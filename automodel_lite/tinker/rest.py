@@ -21,6 +21,7 @@ _THEIRS = tinker.RestClient  # before `install` puts ours in its place
 class RestClient:
     """Checkpoints and runs, as the folders that they are."""
 
+    @of_service("base_url", "api_key")
     def __init__(
         self, _holder: Any = None, *, base_url: str | None = None, api_key: str | None = None
     ) -> None:

@@ -28,6 +28,7 @@ _SESSION = "in-process"
 class ServiceClient:
     """Makes clients of models in this process; see `install` for what their names stand for."""
 
+    @of_service("project_id", "display_name", "base_url", "api_key", "default_headers_overrides")
     def __init__(
         self,
         user_metadata: Metadata = None,
@@ -39,14 +40,7 @@ class ServiceClient:
         default_headers_overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        if base_url or api_key or project_id or default_headers_overrides or kwargs:
-            more = "".join(f", {name}" for name in kwargs)
-            note(
-                f"base_url, api_key, project_id, default_headers_overrides{more}: of the service, "
-                "and unused here"
-            )
         self.user_metadata = user_metadata
-        self.display_name = display_name
         self.root = SETTINGS.folder
 
     def __enter__(self) -> ServiceClient:

@@ -92,9 +92,16 @@ def test_what_only_the_service_knows_is_named_once(
     assert rest.list_training_runs(access_scope="accessible").result().training_runs == []
     asyncio.run(rest.list_training_runs_async(20, 0, "owned", "mine"))
     assert rest.list_training_runs().result().training_runs == []
+    ServiceClient(base_url=None, api_key="mine", max_retries=3)
+    RestClient(base_url="http://elsewhere")
     assert capsys.readouterr().err.splitlines() == [
-        "tinker     access_scope of list_training_runs: of the service, and unused here",
-        "tinker     project_id of list_training_runs_async: of the service, and unused here",
+        f"tinker     {what}: of the service, and unused here"
+        for what in (
+            "access_scope of RestClient.list_training_runs",
+            "project_id of RestClient.list_training_runs_async",
+            "api_key, max_retries of ServiceClient",
+            "base_url of RestClient",
+        )
     ]
 
 
