@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import Count, Range, Size
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, counted, one_line
 from automodel_lite.evaluation.generator import prompt_ids
 from automodel_lite.evaluation.task_files import (
     Asked,
@@ -134,9 +134,7 @@ class OpenTasks:
 
     @property
     def metrics(self) -> list[str]:
-        """Returns the keys of metrics.jsonl; those without a task
-        are means over the tasks.
-        """
+        """Returns the keys of metrics.jsonl, and `task_score`, the mean over the tasks."""
         kinds = ["task_score", *(f"task_pass_at_{k}" for k in self.how.ks)]
         return [
             "task_score",
@@ -149,9 +147,9 @@ class OpenTasks:
         for task, rows, _ in self.tasks:
             scorer = "a function" if task.function is not None else task.scorer
             ignored = f", columns not used: {', '.join(task.unused)}" if task.unused else ""
-            parts.append(f"{task.name} ({len(rows):,} questions, scored by {scorer}{ignored})")
-        num = self.how.num_samples
-        return f"{'; '.join(parts)}; {num} answer{'s' * (num > 1)} to each"
+            questions = counted(len(rows), "question")
+            parts.append(f"{task.name} ({questions}, scored by {scorer}{ignored})")
+        return f"{'; '.join(parts)}; {counted(self.how.num_samples, 'answer')} to each"
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Returns whether the validation of this step asks them."""
@@ -198,11 +196,11 @@ class OpenTasks:
             right = [sum(score >= 1 for score in of_row) for of_row in scores]
             numbers[f"task_pass_at_{k}"] = mean(pass_at(k, num, count) for count in right)
         shown = "".join(f"  {kind.removeprefix('task_')} {x:.4g}" for kind, x in numbers.items())
-        asked.lines.append(f"{task.name}:{shown}  ({len(rows):,} questions)")
+        asked.lines.append(f"{task.name}:{shown}  ({counted(len(rows), 'question')})")
         if failed:
             asked.lines.append(
-                f"WARNING: {len(failed):,} answers are counted as wrong, as the scorer failed; "
-                f"first {failed[0]}"
+                f"WARNING: {counted(len(failed), 'answer', 'is')} counted as wrong, as the scorer "
+                f"failed; first {failed[0]}"
             )
         asked.numbers.update({f"{kind}/{task.name}": x for kind, x in numbers.items()})
         for row, of_row in list(zip(rows, texts))[: self.how.num_shown]:
