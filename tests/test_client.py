@@ -560,13 +560,16 @@ def test_a_sample_that_was_interrupted_leaves_no_dropout_out(
 
 
 def on_ranks(rank: int, world: int, folder: str, runs: Path) -> list[str]:
-    """What each rank raises when rank 1 brings other rows, and when its rows are wrong."""
+    """What each rank raises when rank 1 brings other rows, wrong ones, and another seed."""
     found = []
     with open_client(folder, runs) as client:
         for rows in ([GROUPS[2][rank]], [but(labels=[-100] * LENGTH) if rank else ROW]):
             with pytest.raises(ValueError) as caught:
                 client.forward_backward(rows)
             found.append(str(caught.value))
+        with pytest.raises(ValueError) as caught:
+            client.sample([[5, 6]], seed=rank)
+        found.append(str(caught.value))
         assert client.forward_backward([ROW]).num_items > 0
     return found
 
@@ -577,6 +580,7 @@ def test_ranks_that_differ_all_say_so(folder: str, tmp_path: Path) -> None:
     assert first == second
     assert "rank 1 was called with other rows than rank 0" in first[0]
     assert "nothing to learn" in first[1]
+    assert "rank 1 was called with other prompts than rank 0" in first[2]
 
 
 @pytest.mark.same_on_every_cpu

@@ -466,12 +466,14 @@ class TrainingClient:
         """
         lm = self._scorer.model.loss_model.lm
         ends = stop_ids(lm, self.tokenizer, self.config.tokenize.template_kwargs)
+        limits = (embedding_rows(lm), self.most_tokens)
 
         def check() -> str:
             for number, request in enumerate(requests):
-                request.check(number, embedding_rows(lm), self.most_tokens)
+                request.check(number, *limits)
                 request.stop_parts(ends)
-            return json.dumps([vars(request) for request in requests], default=_as_json)
+            whole = json.dumps([vars(request) for request in requests], default=_as_json)
+            return hashlib.sha256(whole.encode()).hexdigest()
 
         _compare(self._ranks.on_all(check), "prompts")
         return ends
@@ -479,9 +481,7 @@ class TrainingClient:
     def _draw(
         self, requests: Sequence[Request], batch_size: int
     ) -> list[list[tuple[list[int], bool]]]:
-        """Returns ids, and whether something has ended them. One batch holds prompts of one length,
-        so nothing is padded. Every rank gets all answers.
-        """
+        """Returns ids, and whether something has ended them; every rank gets all answers."""
         model = self._scorer.model
         mesh = self.mesh
         ends = self.check_requests(requests)
