@@ -302,6 +302,9 @@ def test_mistakes_are_sentences(
         assert "/elsewhere/client-" in text
         assert "it must see that folder (folder=, seen_as=)" in text
         assert stand_in.is_open.is_set()
+    assert "does not resume (stuck): its own log says why; restart it" in refused(
+        StandInThatStaysPaused(folder), whole
+    )
     assert "refuses the key (Unauthorized): give api_key=..., or export SAMPLER_API_KEY" in refused(
         Vllm(folder, key="right"), whole
     )
@@ -320,6 +323,11 @@ def test_mistakes_are_sentences(
         ConfigError, match=r"127.0.0.1:9 does not answer \(.*refused\): is the server up"
     ):
         SamplingClient("http://127.0.0.1:9/v1", whole)
+
+
+class StandInThatStaysPaused(Vllm):
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        return (500, {"error": "stuck"}) if path == "/resume" else super().post(path, body)
 
 
 class StandInOfNothing(StandIn):

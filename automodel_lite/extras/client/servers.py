@@ -190,7 +190,9 @@ class Vllm(Server):
                     "number its weights", reply, "it is older than vLLM 0.32: upgrade it"
                 )
         finally:
-            self.http.post("/resume", {})
+            resumed = self.http.post("/resume", {})
+        if not resumed.is_ok:
+            raise self._refused("resume", resumed, "its own log says why; restart it")
 
     def draw(self, jobs: Sequence[Job], name: str, is_adapter: bool) -> list[list[Drawn]]:
         model = name if is_adapter else self._model()
