@@ -12,7 +12,7 @@ Legend: R rows that carry a label, K scores, N documents, P pairs (as long as N)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -147,12 +147,20 @@ class ClassifyOne(ClassifyKnown):
 class ClassifyMany(ClassifyKnown):
     """Any number of classes per document, each with a probability of its own."""
 
+    # Filled at the first batch: thousands of sets would be written down again for each one.
+    _tables: dict[torch.device, Tensor] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
     def truths(self, inputs: LossInputs) -> Tensor:
         """Returns 1 for the classes of each document, [R, K]."""
-        table_SK = torch.zeros(max(1, len(self.classes.sets)), len(self.classes.names))
-        for number, members in enumerate(self.classes.sets):
-            table_SK[number, list(members)] = 1.0
-        return table_SK.to(inputs.labels_R.device)[inputs.labels_R]
+        device = inputs.labels_R.device
+        if device not in self._tables:
+            table_SK = torch.zeros(max(1, len(self.classes.sets)), len(self.classes.names))
+            for number, members in enumerate(self.classes.sets):
+                table_SK[number, list(members)] = 1.0
+            self._tables[device] = table_SK.to(device)
+        return self._tables[device][inputs.labels_R]
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         scores_RK = scores_of(inputs)
