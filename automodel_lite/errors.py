@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -97,10 +97,23 @@ class DataError(UserError):
         return self._with_cure(self.cure)
 
     def at(self, place: str) -> DataError:
-        """Returns the error with the place of the row: `train.jsonl:17`."""
-        return DataError(
-            f"{place}: {self.text}", key=self.key, cure=self.cure, can_skip=self.can_skip
+        """Returns the error, one line, with the place of the row: `train.jsonl:17`."""
+        text = f"{place}: {printable(self.text)}"
+        return DataError(text, key=self.key, cure=self.cure, can_skip=self.can_skip)
+
+    def with_columns(self, columns: Mapping[str, str]) -> DataError:
+        """Returns the error with the file's names of columns in place of the format's.
+
+        >>> str(DataError("column label is 3.").with_columns({"label": "text", "text": "body"}))
+        'column text is 3.'
+        """
+        # in one pass: a file may use a name of the format for another column
+        text = re.sub(
+            r"\bcolumn (\w+)",
+            lambda found: f"column {columns.get(found[1], found[1])}",
+            self.text,
         )
+        return DataError(text, key=self.key, cure=self.cure, can_skip=self.can_skip)
 
 
 class DroppedError(DataError):

@@ -154,13 +154,17 @@ def prompt_completion(row: RawRow) -> Document:
     """`prompt` and `completion`: texts, with an optional `history` of [question, answer] pairs; or
     both lists of messages (trained on: the assistant's of the completion).
     """
-    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+    return _pair(row, "completion")
+
+
+def _pair(row: RawRow, completion_column: str) -> Document:
+    if isinstance(row.get("prompt"), list) or isinstance(row.get(completion_column), list):
         if row.get("history"):
             raise DataError("column history is read beside texts: put its turns into prompt.")
         before = turns_of(row, "prompt")
-        after = turns_of(row, "completion")
+        after = turns_of(row, completion_column)
         return chat(_with_thoughts([*({**turn, "weight": 0} for turn in before), *after], row), row)
-    return _behind_history(row, text_of(row, "prompt"), "completion")
+    return _behind_history(row, text_of(row, "prompt"), completion_column)
 
 
 def responses(row: RawRow) -> Document:
@@ -179,11 +183,8 @@ def responses(row: RawRow) -> Document:
             answer = {"role": "assistant", "content": answer}
         if isinstance(prompt, list) and not isinstance(answer, list):
             answer = [answer]
-        try:
-            documents.append(prompt_completion({**row, "prompt": prompt, "completion": answer}))
-        except DataError as error:
-            text = str(error).replace("column completion", f"responses[{number}]")
-            raise DataError(text.replace("completion[", f"responses[{number}][")) from None
+        column = f"responses[{number}]"
+        documents.append(_pair({**row, "prompt": prompt, column: answer}, column))
     return {"documents": documents}
 
 

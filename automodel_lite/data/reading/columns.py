@@ -75,22 +75,16 @@ class Detected:
         """Makes a document of a raw row; raises `DataError` with the row's place and the file's own
         column names.
         """
-        renames: Renames = self.renames
         try:
             renames, problems = self._judge(tuple(row))
             # What changes the meaning of the rest is told before an error of the rest.
             for column, problem in problems.items():
                 if problem.part is None and problem.applies(column, row[column], {}):
                     raise DataError(f"column {column} {problem.sentence}")
-            named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
-            document = self.format.normalize(named)
+            document = self._normalized(row, renames)
             for column, problem in problems.items():
                 if problem.part and problem.applies(column, row[column], document):
                     raise DataError(f"column {column} {problem.sentence}")
-            if named.get(GROUP) is not None:
-                document = {**document, GROUP: named[GROUP]}
-            if self.format.kind == "labeled":
-                document = {**document, "label": self._code(document["label"])}
             if self.described is not None and not self.described.issuperset(row):
                 used = {
                     *renames.values(),
@@ -111,10 +105,7 @@ class Detected:
                 return {**document, "documents": [align(part) for part in document["documents"]]}
             return align(document)
         except DataError as error:
-            message = str(error)
-            for canonical, column in renames.items():
-                message = message.replace(f"column {canonical} ", f"column {column} ")
-            raise DataError(f"{where}: {printable(message)}") from error
+            raise error.at(where) from error
         except ConfigError:
             raise
         except KeyError as error:
@@ -125,6 +116,21 @@ class Detected:
             # of a function of the user's, or of a row that nobody has thought of
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise DataError(f"{where}: {self.format.name} fails: {reason}") from error
+
+    def _normalized(self, row: RawRow, renames: Renames) -> Document:
+        """Makes a document of a row by the format; raises DataError with the file's own column
+        names.
+        """
+        named = {**row, **{canonical: row.get(column) for canonical, column in renames.items()}}
+        try:
+            document = self.format.normalize(named)
+            if self.format.kind == "labeled":
+                document = {**document, "label": self._code(document["label"])}
+        except DataError as error:
+            raise error.with_columns(renames) from error
+        if named.get(GROUP) is not None:
+            document = {**document, GROUP: named[GROUP]}
+        return document
 
     def _code(self, label: Any) -> int | float:
         """Returns the number of a row's label."""

@@ -251,8 +251,7 @@ class FilesDataset:
         try:
             return find_classes(labels, names)
         except DataError as error:
-            text = str(error).replace("column label ", f"column {column} ")
-            raise DataError(f"{self.path}: {text}") from None
+            raise error.with_columns({"label": column}).at(str(self.path)) from None
 
     def _hold_out(self, num: int, groups: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Draws `val_frac` of `num` documents, or of their groups; returns those that are trained

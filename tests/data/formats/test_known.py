@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from automodel_lite.data.formats.known import FORMATS
+from automodel_lite.data.formats.texts import responses
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.errors import DataError
@@ -401,8 +402,6 @@ def test_functions_of_the_older_form_are_tools(tmp_path: Path) -> None:
     ids=["text", "message", "messages"],
 )
 def test_responses_of_all_kinds_after_a_prompt_of_both(prompt: Any, answer: Any) -> None:
-    from automodel_lite.data.formats.texts import responses
-
     documents = responses({"prompt": prompt, "responses": [answer, answer]})["documents"]
     for document in documents:
         if "messages" in document:

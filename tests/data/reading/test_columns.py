@@ -362,3 +362,18 @@ def test_a_renamed_column_is_called_by_its_own_name(tmp_path: Path) -> None:
         DataError, match=r"^a.jsonl:2: column Antwort must be a text, not int '7'.$"
     ):
         rows[1]
+
+
+def test_a_column_that_has_the_name_of_another_is_called_by_its_own(tmp_path: Path) -> None:
+    """The label is in a column text, and the text in another one."""
+    row = {"text": "good", "body": "abc"}
+    path = jsonl(tmp_path / "a.jsonl", [row, {**row, "text": "bad"}, {**row, "text": None}])
+    columns = {"label": "text", "text": "body"}
+    rows = FilesDataset(path, format="labeled", columns=columns).train
+    with pytest.raises(DataError, match=r"^a.jsonl:3: column text is missing: "):
+        rows[2]
+    path = jsonl(tmp_path / "b.jsonl", [{"ask": "q", "answer": "a", "past\n": [["only one"]]}])
+    columns = {"prompt": "ask", "completion": "answer", "history": "past\n"}
+    rows = FilesDataset(path, columns=columns).train
+    with pytest.raises(DataError, match=r"^b.jsonl:1: column past\\n\[0\] must be a pair of texts"):
+        rows[0]
