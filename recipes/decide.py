@@ -144,13 +144,13 @@ def answer(config: Config, console: Any) -> Found:
     """Answers on the ranks of this job, of which none is left alone."""
     import numpy as np
 
+    from automodel_lite.data.formats.decisions import asked
     from automodel_lite.data.prepare import check_sizes, prepare_data
     from automodel_lite.data.tokens.decisions import order_of
     from automodel_lite.data.tokens.tokenize import style_of
     from automodel_lite.evaluation.decisions import Answered
     from automodel_lite.launched import world_size
     from automodel_lite.progress import activity
-    from automodel_lite.tools.decisions import asked
     from automodel_lite.training.build import build_model
     from automodel_lite.training.decide import check_positions, decide
     from automodel_lite.training.engine import Engine
@@ -179,7 +179,7 @@ def answer(config: Config, console: Any) -> Found:
     mesh.close()
     answered = Answered.of(rows)
     documents = data.documents.train
-    decisions = [*asked(answered.numbers, documents)]
+    decisions = [*asked(answered.numbers.tolist(), documents)]
     style = style_of(config)
     orders = [order_of(decision, style) for decision in decisions]
     return Found(answered, documents, orders, decisions)

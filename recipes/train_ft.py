@@ -42,7 +42,6 @@ from automodel_lite.seed import derive_seed, seed_all
 from automodel_lite.telemetry.callbacks import value_of
 from automodel_lite.telemetry.console import Console
 from automodel_lite.telemetry.metrics import Counts, Meter, StepResult
-from automodel_lite.tools.decisions import note_decisions
 from automodel_lite.tools.finish import check_exportable, finish
 from automodel_lite.training import launch, resume, rules, summary, world
 from automodel_lite.training.beyond_plan import check_keep_best
@@ -255,9 +254,8 @@ class TrainFinetuneRecipe:
         numbers = losses | asked.numbers
         self.metrics.log_validation(self.num_steps, numbers, [*answers, *asked.texts])
         if judged and self.guards.ranks.is_first:
-            run = self.guards.folder.path
-            loss = self.model.loss_model.loss
-            note_decisions(run, self.num_steps, loss, judged, self.data.documents)
+            found = self.model.loss_model.loss.details(judged, self.data.documents.val)
+            self.guards.folder.note_decisions(self.num_steps, found)
         self.meter.lap("validation")
         self.state.pending_validation = False
         self.state.val_loss = value_of(losses, "val_loss")

@@ -15,7 +15,6 @@ PACKAGE = ROOT / "automodel_lite"
 NEEDED = {
     "parts/images": "the recipe checks its batches",
     "parts/losses/label_values.py": "the recipe computes the values of a reference with it",
-    "parts/losses/decisions.py": "the recipe notes how held-out questions were answered",
     "parts/losses/distillation.py": "label_values stores what its loss names",
 }
 """What the recipe imports: the core does without it, a run does not."""

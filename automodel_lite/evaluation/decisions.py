@@ -6,15 +6,20 @@ Legend: N questions, K choices (the most that one has).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from automodel_lite.data.formats.decisions import asked, record_of
 from automodel_lite.evaluation.measures import calibration_error
 
 # of temperatures: a set that a model answers without a mistake would have one of 0
 COLDEST, HOTTEST = 0.05, 20.0
+# of questions; where there are more, each is asked too rarely for numbers of its own
+MOST_NAMES = 40
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Answered:
             "ece": calibration_error(probs.max(1), is_right, weights),
         }
 
-    def records_right(self, record_of: Callable[[np.ndarray], np.ndarray]) -> float:
+    def records_right(self) -> float:
         """Returns the share of records all of whose questions are answered rightly."""
         is_wrong = self.log_probs.argmax(1) != self.answers
         _, record = np.unique(record_of(self.numbers), return_inverse=True)
@@ -118,3 +123,26 @@ def fit_temperature(answered: Answered) -> float:
         else:
             high = middle
     return float(np.exp((low + high) / 2))
+
+
+def numbers_of(answered: Answered, temperature: float) -> dict[str, Any]:
+    """Returns how good answers are, as they are and at a temperature."""
+    return {
+        "questions": len(answered),
+        "records": len(np.unique(record_of(answered.numbers))),
+        "records_right": answered.records_right(),
+        **answered.metrics(),
+        "calibrated": answered.metrics(temperature),
+    }
+
+
+def numbers_by_name(answered: Answered, documents: Any) -> dict[str, Any]:
+    """Returns the numbers of the questions of each name; nothing where names are too many."""
+    names = np.array([decision.name for decision in asked(answered.numbers.tolist(), documents)])
+    counts = Counter(names.tolist())
+    if len(counts) > MOST_NAMES:
+        return {}
+    return {
+        name: {"questions": count, **answered[names == name].metrics()}
+        for name, count in sorted(counts.items())
+    }

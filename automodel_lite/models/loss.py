@@ -300,6 +300,14 @@ class Loss(ABC):
         """Returns what validation finds in the values of all labels, by name."""
         return {}
 
+    def details(
+        self, judged: Mapping[str, Sequence[np.ndarray]], documents: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns what a run keeps of a validation beside its numbers, from the values of all
+        labels and the documents of each set: a line of its decisions.jsonl.
+        """
+        return {}
+
     def of_classes(self, classes: Classes | None) -> Loss:
         """Returns the loss of these labels, which the data bring; raises ConfigError where it
         learns others.

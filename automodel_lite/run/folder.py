@@ -247,6 +247,12 @@ class RunFolder:
         found = [row for row in rows_in(text) if step in (None, row["step"])]
         return found[-1] if found else {}
 
+    def note_decisions(self, step: int, found: Mapping[str, Any]) -> None:
+        """Adds a validation to decisions.jsonl; nothing where nothing was found."""
+        if found:
+            with self.decisions.open("a") as file:
+                file.write(f"{json.dumps({'step': step, **found})}\n")
+
     def rewind_metrics(self, step: int, validates_again: bool = False) -> None:
         """Drops the rows after `step`, which a continued run writes again, and a torn last line;
         and those of the validation of `step` where it is made again.

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from automodel_lite.data.formats.decisions import number_of, record_of
+from automodel_lite.data.formats.decisions import number_of
 from automodel_lite.evaluation.decisions import COLDEST, Answered, fit_temperature
 
 LOG = math.log
@@ -39,7 +39,7 @@ def test_questions_of_several_widths() -> None:
     assert numbers["loss"] == pytest.approx((-LOG(0.8) - LOG(0.3) + 2 * soft) / 4)
     # three bins: 0.8 is right, 0.5 is wrong, 0.75 is right
     assert numbers["ece"] == pytest.approx((0.2 + 0.5 + 2 * 0.25) / 4)
-    assert found.records_right(record_of) == 0.5
+    assert found.records_right() == 0.5
 
 
 def test_confidences_of_one_bin_are_averaged() -> None:

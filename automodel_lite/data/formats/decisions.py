@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,17 @@ def _document(row: RawRow, decisions: list[Decision], unused: list[str]) -> Docu
 def decisions_of(document: Document) -> list[Decision]:
     """Returns the questions of a record; of another document none."""
     return [part["decision"] for part in document.get("documents", ()) if "decision" in part]
+
+
+def asked(numbers: Iterable[int], documents: Any) -> Iterator[Decision]:
+    """Yields the questions of these numbers, in rising order; each record is read once."""
+    last = -1
+    decisions: dict[int, Decision] = {}
+    for number in numbers:
+        if record_of(number) != last:
+            last = record_of(number)
+            decisions = {one.place: one for one in decisions_of(documents[last])}
+        yield decisions[place_of(number)]
 
 
 def _named(value: Any, column: str) -> Iterator[tuple[str, Any]]:

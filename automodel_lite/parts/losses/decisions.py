@@ -11,17 +11,21 @@ Legend: T tokens, R rows that carry a label (each is a question), K choices, V v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_lite.data.formats.decisions import record_of
 from automodel_lite.errors import DataError
-from automodel_lite.evaluation.decisions import Answered, fit_temperature
+from automodel_lite.evaluation.decisions import (
+    Answered,
+    fit_temperature,
+    numbers_by_name,
+    numbers_of,
+)
 from automodel_lite.models.loss import Loss, LossInputs, LossOutput
 from automodel_lite.thd import ThdBatch
 
@@ -94,10 +98,29 @@ class Decisions(Loss):
         temperature = fit_temperature(answered)
         return {
             "ece": answered.metrics()["ece"],
-            "records_right": answered.records_right(record_of),
+            "records_right": answered.records_right(),
             "temperature": temperature,
             "calibrated_ece": answered.metrics(temperature)["ece"],
         }
+
+    def details(
+        self, judged: Mapping[str, Sequence[np.ndarray]], documents: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the numbers of each set, of the questions of each name in it, and the temperature
+        that is fitted on the first set.
+        """
+        sets = {}
+        fitted: dict[str, Any] = {}
+        for name, rows in judged.items():
+            answered = Answered.of(rows).known()
+            if not len(answered):
+                continue
+            temperature = fit_temperature(answered)
+            # the first set's, as one model has one temperature
+            fitted = fitted or {"temperature": temperature, "set": name, "questions": len(answered)}
+            by_name = numbers_by_name(answered, documents[name]) if name in documents else {}
+            sets[name] = numbers_of(answered, temperature) | {"by_question": by_name}
+        return {"fitted": fitted, "held_out": sets}
 
     def example_columns(self, batch: ThdBatch) -> dict[str, Tensor]:
         """Makes what is made of a stream, too: two choices."""
