@@ -257,15 +257,18 @@ class RunFolder:
         """Drops the rows after `step`, which a continued run writes again, and a torn last line;
         and those of the validation of `step` where it is made again.
         """
-        if not self.metrics.is_file():
-            return
-        kept = []
-        for row in self.rows():
-            of_validation = any(name.startswith(("val_", "text/")) for name in row)
-            is_again = validates_again and of_validation and row["step"] == step
-            if row["step"] <= step and not is_again:
-                kept.append(json.dumps(row) + "\n")
-        write_atomically(self.metrics, "".join(kept))
+        for file in (self.metrics, self.decisions):
+            if not file.is_file():
+                continue
+            kept = []
+            for row in rows_in(file.read_text(errors="replace")):
+                of_validation = file == self.decisions or any(
+                    name.startswith(("val_", "text/")) for name in row
+                )
+                is_again = validates_again and of_validation and row["step"] == step
+                if row["step"] <= step and not is_again:
+                    kept.append(json.dumps(row) + "\n")
+            write_atomically(file, "".join(kept))
 
     def write_status(
         self,

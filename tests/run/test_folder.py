@@ -219,3 +219,19 @@ def test_a_validation_that_is_made_again_is_logged_once(tmp_path: Path) -> None:
     assert run.rows() == rows[:4]
     run.rewind_metrics(4, validates_again=True)
     assert run.rows() == rows[:2]
+
+
+def test_decisions_of_steps_that_come_again_are_dropped(tmp_path: Path) -> None:
+    """Also what a kill has left of the last line, which the next one would be written behind."""
+    run = RunFolder(tmp_path)
+    for step in (2, 4, 6):
+        run.note_decisions(step, {"fitted": {"temperature": step / 2}})
+    with run.decisions.open("a") as file:
+        file.write('{"step": 8, "fit')
+    run.rewind_metrics(4)
+    assert run.decisions_of() == {"step": 4, "fitted": {"temperature": 2.0}}
+    run.rewind_metrics(4, validates_again=True)
+    run.note_decisions(4, {"fitted": {"temperature": 9.0}})
+    run.note_decisions(6, {})
+    lines = [json.loads(line) for line in run.decisions.read_text().splitlines()]
+    assert [(x["step"], x["fitted"]["temperature"]) for x in lines] == [(2, 1.0), (4, 9.0)]
