@@ -7,7 +7,6 @@ imports it at its first use: 2 CPU-s that an error in the settings or the data n
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import re
 import socket
@@ -43,13 +42,14 @@ from automodel_lite.errors import (
 )
 from automodel_lite.models.balance import Balance, balance_of
 from automodel_lite.models.freezing import freeze_named
-from automodel_lite.models.layers import (
-    SCORES,
-    freeze_towers,
-    local,
-    with_head,
-)
+from automodel_lite.models.layers import freeze_towers, local, with_head
 from automodel_lite.models.mtp import add_heads
+from automodel_lite.models.score_head import (
+    SCORE_WEIGHT,
+    draw_score_head,
+    give_score_head,
+    is_scorer,
+)
 from automodel_lite.models.settings import (
     apply_settings,
     check_described,
@@ -256,42 +256,18 @@ class CausalLM:
         """Writes into a config, in place, which head the model has; raises ConfigError for a family
         or a checkpoint that has not this one.
         """
-        found = is_scorer(config)
-        if self.head == "lm":
-            if found:
-                raise ConfigError(
-                    f"{self.key}.pretrained={self.pretrained} has a score head "
-                    f"({config.architectures[0]}) in place of one over tokens",
-                    key=f"{self.key}.pretrained",
-                    cure="train with --config-name classify or --config-name reward, or take its "
-                    "base model",
-                )
-            return
-        name = score_class(config)
-        if name is None:
+        if self.head == "score":
+            give_score_head(config, self.classes, self.key, self.pretrained)
+            if self.padding_id is not None:
+                config.get_text_config().pad_token_id = self.padding_id
+        elif is_scorer(config):
             raise ConfigError(
-                f"{self.key}.head=score: transformers has no {config.model_type} model with a "
-                "linear score head on its last hidden state",
-                key=f"{self.key}.head",
-                cure="take another family (llama, qwen3, gemma2, mistral ...)",
-            )
-        stored = config.num_labels if found else None
-        config.architectures = [name]
-        if self.padding_id is not None:
-            config.get_text_config().pad_token_id = self.padding_id
-        if self.classes is None and found:
-            return
-        classes = self.classes or ONE_SCORE
-        if stored is not None and stored != classes.num_scores:
-            raise ConfigError(
-                f"{self.key}.pretrained={self.pretrained} has a head of {stored} scores, and the "
-                f"data ask for {classes.num_scores}",
+                f"{self.key}.pretrained={self.pretrained} has a score head "
+                f"({config.architectures[0]}) in place of one over tokens",
                 key=f"{self.key}.pretrained",
-                cure="take the model without that head as its start, or data with the same classes",
+                cure="train with --config-name classify or --config-name reward, or take its "
+                "base model",
             )
-        config.id2label = dict(enumerate(classes.labels))
-        config.label2id = {label: number for number, label in enumerate(classes.labels)}
-        config.problem_type = classes.problem_type
 
     def build(
         self,
@@ -510,47 +486,6 @@ class CausalLM:
 
             use_experts(config, self.experts)
         return config
-
-
-SCORE_WEIGHT = "score.weight"
-
-
-def is_scorer(config: PretrainedConfig) -> bool:
-    """Returns whether a config is of a model with a score head."""
-    return any(name.endswith(SCORES) for name in config.architectures or ())
-
-
-def score_class(config: PretrainedConfig) -> str | None:
-    """Returns the name of the family's class with a score head that is one product with the last
-    hidden state of a document; None without one.
-    """
-    mapping = transformers.AutoModelForSequenceClassification._model_mapping
-    if type(config) not in mapping:
-        return None
-    found = mapping[type(config)]
-    is_linear = "self.score = nn.Linear(" in inspect.getsource(found.__init__)
-    return found.__name__ if is_linear else None
-
-
-@torch.no_grad()
-def draw_score_head(lm: transformers.PreTrainedModel) -> None:
-    """Draws the weight of a new score head, in place: by every rank the whole of it, alike, of
-    which it keeps its part.
-    """
-    # with the models' code
-    from automodel_lite.models.sharded import keep_part
-
-    # as the seed stood when the model was asked for, whatever has been drawn since
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    text = lm.config.get_text_config()
-    std = config_value(text, "initializer_range", 0.02)
-    drawn = None
-    for name, weight in lm.named_parameters():
-        # an adapter keeps the original beside its copy
-        if re.fullmatch(r"score\.(original_module\.|modules_to_save\.\w+\.)?weight", name):
-            if drawn is None:
-                drawn = torch.empty(weight.shape).normal_(0.0, std, generator=generator)
-            keep_part(weight, drawn)
 
 
 def model_class(config: PretrainedConfig) -> Any:

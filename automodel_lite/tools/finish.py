@@ -23,7 +23,8 @@ from automodel_lite.errors import (
 from automodel_lite.evaluation.questions import questions_of
 from automodel_lite.extras import hub as hub_card
 from automodel_lite.extras.report.live import LiveReport
-from automodel_lite.models.source import is_remote_code, is_scorer, model_class
+from automodel_lite.models.score_head import is_scorer
+from automodel_lite.models.source import is_remote_code, model_class
 from automodel_lite.run.checkpoint_folder import best_checkpoint, name_of, step_of
 from automodel_lite.run.export import export_adapter, export_hf, write_small_files
 from automodel_lite.run.sharded_files import BrokenCheckpointError

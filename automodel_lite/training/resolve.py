@@ -44,7 +44,7 @@ from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.errors import ConfigError
 from automodel_lite.launched import world_size
 from automodel_lite.models.loss import checked_loss
-from automodel_lite.models.source import is_scorer
+from automodel_lite.models.score_head import is_scorer
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.console import Console
