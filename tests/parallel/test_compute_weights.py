@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from automodel_lite.parallel.sharding import ParallelModel, parallelize
 from automodel_lite.parts.optimizers import adamw as optimizers
 from automodel_lite.parts.optimizers.adamw import SmallAdamW, adamw
 from automodel_lite.parts.optimizers.muon import muon
+from automodel_lite.training.ema import WeightAverage
 from automodel_lite.training.optimizers import apply_gradients
 from tests.attention.families import FAMILIES
 from tests.attention.hybrids import HYBRIDS
@@ -149,9 +151,10 @@ def test_adamw_writes_copies_of_large_weights(num_micro: int) -> None:
         assert own.keys() == want.keys()
         for name in own:
             torch.testing.assert_close(own[name], want[name], rtol=2e-6, atol=1e-9)
-    # whoever else writes into a weight is noticed
+    # whoever else writes into a weight is noticed, also before a step without its gradient
     with torch.no_grad():
         model[0].weight.fill_(0.5)
+    weights.stepped()
     with weights.computing():
         assert bool((model[0].weight == 0.5).all())
 
@@ -181,15 +184,71 @@ def test_gradients_of_two_calls_before_a_step_are_summed_in_fp32() -> None:
     assert model.weight.grad.unique().tolist() == [1 + 1 / 256]
 
 
-def test_a_step_that_is_not_finite_leaves_the_copies() -> None:
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(where: str) -> None:
     model, weights, optimizer = stepped_model(True)
-    before = [copy.clone() for copy in optimizer.copies.values()]
+
+    def held() -> list[torch.Tensor]:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [
+            x.detach().clone() for x in (*model.parameters(), *optimizer.copies.values(), *states)
+        ]
+
+    before = held()
     with weights.accumulating(is_last=True):
         model(torch.ones(1, 64).bfloat16()).sum().backward()
-    apply_gradients(optimizer, model.parameters(), torch.tensor(torch.nan), 1.0)
+    loss = torch.tensor(torch.nan if where == "loss" else 1.0)
+    if where == "gradient":
+        model[0].weight.grad[3, 5] = torch.inf
+    apply_gradients(optimizer, model.parameters(), loss, 1.0)
     weights.stepped()
-    assert all(torch.equal(x, y) for x, y in zip(before, optimizer.copies.values(), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, held(), strict=True))
     assert [int(state["step"]) for state in optimizer.state.values()] == [2, 2, 2, 2]
+
+
+def test_the_average_is_computed_with_and_the_copies_follow_the_weights_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    weights = ComputeWeights(model, torch.bfloat16)
+    optimizer: Any = adamw(model, 1e-2)
+    weights.written_by(optimizer, least=1)
+    average = WeightAverage(optimizer, 0.9)
+    parallel = ParallelModel(model, model, 1, torch.bfloat16, weights=weights)  # type: ignore[arg-type]
+    for _ in range(3):
+        with weights.accumulating(is_last=True):
+            model(torch.ones(1, 64).bfloat16()).float().square().sum().backward()
+        apply_gradients(optimizer, model.parameters(), torch.tensor(1.0), 1.0)
+        weights.stepped()
+        optimizer.zero_grad()
+    own = model.weight.detach().clone()
+    averaged = optimizer.state[model.weight]["ema"].clone()
+    assert not torch.equal(own.bfloat16(), averaged.bfloat16())
+    with average.applied(parallel), weights.computing():
+        assert torch.equal(model.weight, averaged.bfloat16())
+    with weights.computing():
+        assert torch.equal(model.weight, own.bfloat16())
+    assert torch.equal(model.weight, own)
+
+
+def test_a_stopped_run_goes_on_with_the_same_bits() -> None:
+    """Weights and moments are loaded behind `written_by`, as at the start of a run."""
+    model, weights, optimizer = stepped_model(True)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, of_other, resumed = stepped_model(True)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(7.0)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for each, casts, one in ((model, weights, optimizer), (other, of_other, resumed)):
+        for _ in range(2):
+            with casts.accumulating(is_last=True):
+                each(torch.ones(1, 64).bfloat16()).float().square().sum().backward()
+            apply_gradients(one, each.parameters(), torch.tensor(1.0), 1.0)
+            casts.stepped()
+            one.zero_grad()
+        assert all(torch.equal(c, p.bfloat16()) for p, c in one.copies.items())
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters()))
 
 
 def test_muon_writes_no_copies_of_what_it_makes_orthogonal() -> None:
