@@ -25,11 +25,12 @@ Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Returns the 2-norm of all gradients over all ranks, on the device: one collective per layout
-    of the shards.
+    of the shards, and dtype.
     """
     # 1. Group the gradients by layout. Experts may lie on another mesh than the rest of the model,
-    # and torch's own norm takes gradients of one mesh only.
-    by_layout: dict[Layout, list[Tensor]] = {}
+    # and torch's own norm takes gradients of one mesh only. By dtype, too, as weights whose copies
+    # the optimizer writes have theirs in bf16: of mixed lists torch launches a norm per tensor.
+    by_layout: dict[tuple[Layout, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -37,11 +38,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         layout: Layout = None
         if isinstance(gradient, DTensor):
             layout = (gradient.device_mesh, gradient.placements)
-        by_layout.setdefault(layout, []).append(local(gradient))
+        by_layout.setdefault((layout, gradient.dtype), []).append(local(gradient))
 
     # 2. Compute the norm of each group over all ranks.
     norms = []
-    for layout, gradients in by_layout.items():
+    for (layout, _), gradients in by_layout.items():
         # In fp32: the norm of a bf16 gradient would have 3 digits in its own dtype.
         norms_here = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms_here))

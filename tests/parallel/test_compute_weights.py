@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_lite.graphs import compiled_graphs, strict_graphs
 from automodel_lite.models.layers import decoder_layers, local, recompute_layers
@@ -20,7 +21,7 @@ from automodel_lite.parts.optimizers import adamw as optimizers
 from automodel_lite.parts.optimizers.adamw import SmallAdamW, adamw
 from automodel_lite.parts.optimizers.muon import muon
 from automodel_lite.training.ema import WeightAverage
-from automodel_lite.training.optimizers import apply_gradients
+from automodel_lite.training.optimizers import apply_gradients, gradient_norm
 from tests.attention.families import FAMILIES
 from tests.attention.hybrids import HYBRIDS
 from tests.parallel.test_sharding import loss_model, micro_batch
@@ -204,6 +205,30 @@ def test_a_step_that_is_not_finite_changes_nothing(where: str) -> None:
     weights.stepped()
     assert all(torch.equal(x, y) for x, y in zip(before, held(), strict=True))
     assert [int(state["step"]) for state in optimizer.state.values()] == [2, 2, 2, 2]
+
+
+class SeenNorms(TorchDispatchMode):
+    """Notes the dtypes of each list whose norms are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._foreach_norm:
+            self.dtypes.append({x.dtype for x in args[0]})
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_are_of_lists_of_one_dtype() -> None:
+    """Of a mixed list, torch launches a kernel for each tensor."""
+    matrix, bias = nn.Linear(8, 8).parameters()
+    matrix.grad_dtype = None
+    matrix.grad, bias.grad = torch.full((8, 8), 3.0).bfloat16(), torch.full((8,), 5.0)
+    with SeenNorms() as seen:
+        norm = gradient_norm([matrix, bias])
+    assert seen.dtypes == [{torch.bfloat16}, {torch.float32}]
+    assert float(norm) == pytest.approx((64 * 9 + 8 * 25) ** 0.5)
 
 
 def test_the_average_is_computed_with_and_the_copies_follow_the_weights_again() -> None:
