@@ -96,6 +96,7 @@ def apply_gradients(
         torch._foreach_div_(gradients, divisor)
         optimizer.step()
 
-    # 3. Mark the weights as changed: fused kernels do not, and `Fp8Gathers` looks at the versions.
-    increment_version(map(local, parameters))
+    # 3. Mark the weights as changed: fused kernels do not, and `Fp8Gathers` and `ComputeWeights`
+    # look at the versions, and make what is frozen once.
+    increment_version([local(p) for p in parameters if p.grad is not None])
     return norm

@@ -231,6 +231,21 @@ def test_norms_are_of_lists_of_one_dtype() -> None:
     assert float(norm) == pytest.approx((64 * 9 + 8 * 25) ** 0.5)
 
 
+def test_frozen_weights_are_cast_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    weights = ComputeWeights(model, torch.bfloat16)
+    optimizer = adamw(model, 1e-2)
+    for _ in range(2):
+        with weights.accumulating(is_last=True):
+            versions = [p._version for p in model[0].parameters()]
+            model(torch.ones(1, 8).bfloat16()).sum().backward()
+        apply_gradients(optimizer, model.parameters(), torch.tensor(1.0), 1.0)
+    with weights.computing():
+        assert [p._version for p in model[0].parameters()] == versions
+        assert torch.equal(model[1].weight, weights._masters[2].bfloat16())
+
+
 def test_the_average_is_computed_with_and_the_copies_follow_the_weights_again() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
