@@ -104,9 +104,7 @@ class LocalAdamW(torch.optim.AdamW):
         seconds: list[Tensor],
         steps: list[Tensor],
     ) -> None:
-        device = parameters[0].device
-        scale, skipped = scale_and_skip(self, device)
-        rate = torch.full((), group["lr"], device=device)
+        settings = settings_of_step(self, group, parameters[0].device)
         # in fp64, as torch's kernel has them: 1 - 0.999 has 4 digits in fp32
         corrections = corrections_of(torch.stack(steps).double(), group["betas"]).unbind()
         for parameter, gradient, first, second, of_step in zip(
@@ -118,14 +116,9 @@ class LocalAdamW(torch.optim.AdamW):
                 {"exp_avg": first, "exp_avg_sq": second},
                 self.copies[parameter],
                 corrections=of_step,
-                rate=rate,
-                scale=scale,
-                skipped=skipped,
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
+                **settings,
             )
-        _count_step(steps, skipped)
+        _count_step(steps, settings["skipped"])
 
 
 def param_groups(
@@ -165,7 +158,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 # -------------------------------------------------------------------------------------------------
-# small states
+# one step
 def _count_step(steps: list[Tensor], skipped: Tensor) -> None:
     """Adds a step to all counts, unless it is skipped."""
     # a list of tensors: torch reads the value of a single one on the host, which waits for it
@@ -183,6 +176,21 @@ def scale_and_skip(
     return scale, found_inf > 0
 
 
+def settings_of_step(
+    optimizer: LocalAdamW | SmallAdamW, group: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Returns the arguments of `update` that all parameters of a group share."""
+    scale, skipped = scale_and_skip(optimizer, device)
+    own = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+    return {
+        "rate": torch.full((), group["lr"], device=device),
+        "scale": scale,
+        "skipped": skipped,
+    } | own
+
+
+# -------------------------------------------------------------------------------------------------
+# small states
 class SmallAdamW(Optimizer):
     """AdamW whose moments take 4, 2 or 1 bytes a value, on weights in fp32 or bf16; `found_inf` and
     `grad_scale` as torch's fused AdamW has them.
@@ -232,8 +240,7 @@ class SmallAdamW(Optimizer):
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Steps parameters that share their settings."""
         for device, here in _by_device(parameters).items():
-            scale, skipped = scale_and_skip(self, device)
-            rate = torch.full((), group["lr"], device=device)
+            settings = settings_of_step(self, group, device)
             for parameter in here:
                 state = self.state[parameter]
                 if not state:
@@ -262,14 +269,9 @@ class SmallAdamW(Optimizer):
                     place=self._places[parameter],
                     seeds=of_streams,
                     codebooks=self._books[device],
-                    rate=rate,
-                    scale=scale,
-                    skipped=skipped,
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
+                    **settings,
                 )
-            _count_step(steps, skipped)
+            _count_step(steps, settings["skipped"])
 
     def _number_there(self, parameter: Tensor) -> Tensor:
         """Returns a parameter's number on its device, made there at its first step: a copy to a
