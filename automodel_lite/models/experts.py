@@ -242,14 +242,16 @@ class _Summed(torch.autograd.Function):
 
 
 class _Permuted(torch.autograd.Function):
-    """Routing weights in the order of the sorted slots; 0 for slots of other ranks' experts."""
+    """Routing weights in the order of the sorted slots. For slots of other ranks' experts they have
+    no gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, weights: Tensor, slot_S: Tensor, row_TK: Tensor, is_elsewhere_S: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(row_TK, is_elsewhere_S)
-        return _cleared(weights[slot_S], is_elsewhere_S)
+        return weights[slot_S]
 
     @staticmethod
     def backward(ctx: Any, grad_S: Tensor) -> Any:
