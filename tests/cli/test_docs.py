@@ -59,6 +59,8 @@ def test_pages_come_in_reading_order_and_each_is_listed() -> None:
         ("training.max_steps", "training.max_steps"),
         ("optimizer=muon", "optimizer=muon — Muon for the matrices of the layers"),
         ("optimizer.momentum", "optimizer=muon"),
+        ("data - bad rows", "## Bad rows"),
+        ("# ???", "automodel-lite docs PAGE prints one"),  # as without words
         ("ghostscript", ""),
     ],
 )

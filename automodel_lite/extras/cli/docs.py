@@ -55,9 +55,11 @@ def answer(topic: list[str]) -> str:
     this name.
     """
     pages = read_pages()
-    if not topic:
+    typed = [word for text in topic for word in text.replace("#", " ").split()]
+    # a dash or a quote alone is no word
+    words = [word for word in typed if re.search(r"\w", word)]
+    if not words:
         return _overview(pages)
-    words = [word for text in topic for word in text.replace("#", " ").split()]
     name, rest = words[0], " ".join(words[1:])
     if page := _page_named(name, pages):
         # `lora` is a page, and one of the cookbook has its name
