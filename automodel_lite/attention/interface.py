@@ -70,9 +70,9 @@ def choose_attention(
     and one sentence with the reason, to be printed.
 
     Off CUDA the reference; on CUDA varlen, with FlashAttention-3 or -4 where one is installed that
-    this GPU runs, else flex (softcap, sinks, wide heads), else the
-    reference. Layers of several kinds get the first kernel that supports each. Raises ConfigError
-    for what `kernel` does not support.
+    this GPU runs, else flex (softcap, sinks, wide heads), else the reference. Layers of several
+    kinds get the first kernel that supports each. Raises ConfigError for what `kernel` does not
+    support.
     """
     if kernel is not None:
         for spec in specs:

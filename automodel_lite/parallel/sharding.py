@@ -259,7 +259,7 @@ def fully_shard_model(
     # 5. Shard each decoder layer and each tower. Modules that share parameters are one unit.
     layers = decoder_layers(model.lm)
     encoders = towers(model.lm)
-    units = _units([*layers, *encoders])  # towers are never gathered
+    units = _units([*layers, *encoders])  # a tower shares no parameters: it is a unit alone
     for unit in units:
         of_unit = cast_inputs if unit in encoders else policy
         shard(unit, mp_policy=of_unit, reshard_after_forward=reshards)

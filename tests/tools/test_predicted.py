@@ -1,4 +1,4 @@
-"""What the planner predicts is what a card has measured: three rows of one H100 (benchmarks/RESULTS.md)."""
+"""The planner's count still gives the three steps of the one H100 to which its rates were fitted (benchmarks/RESULTS.md)."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def milliseconds(work: dict[str, Work], is_compiled: bool, gpu: Gpu = H100) -> f
         pytest.param(recipe, True, 151.0, id="the recipe, compiled"),
     ],
 )
-def test_the_three_known_rows_are_predicted(
+def test_the_three_rows_that_rates_were_fitted_to_come_out(
     work: Callable[[], dict[str, Work]], is_compiled: bool, measured_ms: float
 ) -> None:
     assert milliseconds(work(), is_compiled) == pytest.approx(measured_ms, rel=0.05)
