@@ -39,6 +39,8 @@ from automodel_lite.thd import TargetsAhead, ThdBatch
 
 Average = Literal["labels", "documents", "turns"]
 
+NATS_PER_TOKEN = "nats per token"
+
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns those of the labels, [r], of logits [r, V]."""
@@ -230,6 +232,7 @@ class Loss(ABC):
     head             which head of the model it reads: `lm`, over the vocabulary, or `score`
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program
                      computes
+    unit             of its mean, as a report writes it; empty of a loss that has none
     """
 
     columns: ClassVar[frozenset[str]] = frozenset()
@@ -242,6 +245,7 @@ class Loss(ABC):
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     head: ClassVar[str] = "lm"
+    unit: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         for name, column in cls.own_columns.items():
@@ -442,6 +446,8 @@ def label_units(batch: ThdBatch, average: str) -> tuple[Tensor, Tensor, Tensor]:
 
 class PlainLoss(AveragedLoss):
     """Next-token cross-entropy in one of its forms."""
+
+    unit = NATS_PER_TOKEN
 
     @property
     def is_plain(self) -> bool:

@@ -167,9 +167,11 @@ class RunFolder:
         lines: Sequence[tuple[str, str]],
         kind: str = "",
         head: Mapping[str, Any] | None = None,
+        loss_unit: str = "",
     ) -> None:
         """run.json: the command line and where it was started, the kind of the documents, the
-        classes of a score `head`, and the (topic, text) lines that the run printed at its start.
+        classes of a score `head`, what the loss is measured in, and the (topic, text) lines that
+        the run printed at its start.
         """
         here = ""
         with suppress(OSError):  # the working directory may be gone
@@ -184,6 +186,7 @@ class RunFolder:
             "started": started,
             "kind": kind,
             "head": dict(head or {}),
+            "loss_unit": loss_unit,
             "lines": [[topic, scrub(text)] for topic, text in lines],
         }
         write_atomically(self.facts, json.dumps(facts, indent=2) + "\n")

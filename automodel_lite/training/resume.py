@@ -111,7 +111,7 @@ def open_run(
     saved = guards.checkpointer.load_newest(engine.model.loss_model, engine.optimizer)
     has_frozen = not all(p.requires_grad for p in engine.model.module.parameters())
     guards.state = state_of(saved, data, scheduler, guards, has_frozen)
-    _open_folder(guards, data, report, lines, engine.decided.model.head_facts())
+    _open_folder(guards, data, report, lines, engine)
     _open_ledger(guards, saved, data, engine)
     return guards.state, _open_log(guards, saved, data.counts)
 
@@ -189,7 +189,7 @@ def _open_folder(
     data: PackSource,
     report: PackingReport | None,
     lines: Sequence[tuple[str, str]],
-    head: Mapping[str, Any],
+    engine: TrainingEngine,
 ) -> None:
     """Writes what a run's folder tells from its start, and drops the rows of steps that come again;
     every rank calls it. `lines` is the start block.
@@ -201,7 +201,12 @@ def _open_folder(
         folder.open(with_layout(guards.config, batch, data.packer.slot_multiple))
         with folder.explain_os_errors():
             folder.write_status("running", step, checkpoint=guards.checkpointer.newest_name)
-            folder.write_facts(lines, document_kind(data.documents), head)
+            folder.write_facts(
+                lines,
+                kind=document_kind(data.documents),
+                head=engine.decided.model.head_facts(),
+                loss_unit=engine.model.loss_model.loss.unit,
+            )
             if report:
                 folder.packing.write_text(json.dumps(asdict(report), indent=2) + "\n")
                 folder.lengths.write_text(json.dumps(data.lengths()))

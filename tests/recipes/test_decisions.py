@@ -103,7 +103,9 @@ def test_the_export_says_how_it_was_asked(trained: Path) -> None:
     assert "temperature " + f"{found['temperature']:.3g}" in card
     assert "| kind | 8 |" in card
     draw_run(trained, None)
-    assert "val: kind" in (trained / "report.html").read_text()
+    page = (trained / "report.html").read_text()
+    assert "val: kind" in page
+    assert "The loss\n(nats per question) should fall" in page
 
 
 def test_a_mean_of_checkpoints_takes_no_temperature_of_one(

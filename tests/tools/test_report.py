@@ -252,3 +252,26 @@ def test_a_run_of_two_ranks_ends_with_its_report(tmp_path: Path):
     page = (tmp_path / "run/report.html").read_text()
     assert "2 processes" in page
     assert '<meta http-equiv="refresh"' not in page
+
+
+def test_the_loss_is_named_by_what_it_is(tmp_path: Path):
+    """A page of a score, a pair or a policy does not speak of tokens."""
+    runs = {}
+    for name, unit in {
+        "chat": "nats per token",
+        "pairs": "per pair",
+        "policy": "",
+        "old": None,
+    }.items():
+        runs[name] = run_folder(tmp_path / name)
+        if unit is not None:
+            RunFolder(runs[name]).write_facts([], loss_unit=unit)
+    pages = {name: page_of([read_run(path)]) for name, path in runs.items()}
+    for name, page in pages.items():
+        assert ("how surprised the model is by each token" in page) == (name == "chat")
+        assert ('"lossUnit": "nats per token"' in page) == (name == "chat")
+    assert "The loss\n(per pair) should fall" in pages["pairs"]
+    both = page_of([read_run(runs["chat"]), read_run(runs["pairs"])])
+    assert "should fall" not in both
+    (runs["old"] / "run.json").write_text('{"loss_unit": ["x"]}')
+    assert read_run(runs["old"]).loss_unit == ""

@@ -44,6 +44,12 @@ class RunRecord:
     status: dict[str, Any]
     facts: dict[str, Any] = field(default_factory=dict)  # run.json: the command and the start block
 
+    @property
+    def loss_unit(self) -> str:
+        """Returns what the loss is measured in; empty where the run does not say."""
+        unit = self.facts.get("loss_unit")
+        return unit if isinstance(unit, str) else ""
+
     def curve(self, key: str) -> Curve:
         """Returns the finite values of `key` over the steps."""
         points = [(row["step"], float(row[key])) for row in self.rows if key in row]
@@ -231,6 +237,7 @@ def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, A
             "phases": record.time_s(),
             "lengths": record.lengths,
             "packSize": record.packing.get("packed_sequence_size", 0),
+            "lossUnit": record.loss_unit,
         }
         data.append(about)
     return {
@@ -240,6 +247,7 @@ def _contents_of(records: list[RunRecord], refresh_s: int | None) -> dict[str, A
             done / (done + left / step_s) if step_s and done else float(not left and done > 0)
         ),
         "facts": facts,
+        "loss_units": list(dict.fromkeys(record.loss_unit for record in records)),
         "results": [(name, [dict(of_run).get(name, "-") for of_run in facts]) for name in names],
         "differences": differences(records),
         "samples": [] if len(records) > 1 else samples_of(first),

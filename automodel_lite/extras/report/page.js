@@ -232,7 +232,9 @@ function charts() {
     name: (several ? run.name + " " : "") + key.slice(kind.length + 1).replaceAll("_", " "), color: several ? run.color : color(i + 1), dots: true, dash: "5 4", ...points(run, key, scale) }));
   const loss = runs.flatMap((run) => [
     { name: several ? run.name : "training", color: run.color, smooth: true, ...points(run, "loss") }, ...validated(run, "val_loss")]);
-  const figures = [lineChart("Loss (nats per token)", loss, { isWide: true, isLog: state.log })];
+  const units = new Set(DATA.runs.map((run) => run.lossUnit));
+  const [unit] = units.size === 1 ? units : [""];
+  const figures = [lineChart(unit ? `Loss (${unit})` : "Loss", loss, { isWide: true, isLog: state.log })];
   if (figures[0]) figures[0].append(legend(loss.filter((l) => l.xs.length).map((l) => [l.name, l.color])));
   for (const [kind, title, scale] of [["val_token_accuracy", "Next token right in validation (%)", 100], ["val_perplexity", "Perplexity in validation", 1],
     ["val_accuracy", "Accuracy in validation (%)", 100], ["val_f1", "Macro F1 in validation (%)", 100], ["val_ece", "Calibration error in validation (%)", 100], ["val_pearson", "Correlation in validation", 1]])

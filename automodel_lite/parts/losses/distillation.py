@@ -23,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from automodel_lite.config.rules import Only, PathStr, Range, Size
-from automodel_lite.models.loss import Average, AveragedLoss, LossInputs, LossOutput
+from automodel_lite.models.loss import (
+    NATS_PER_TOKEN,
+    Average,
+    AveragedLoss,
+    LossInputs,
+    LossOutput,
+)
 from automodel_lite.tensors import at_least_fp32
 from automodel_lite.thd import ThdBatch
 
@@ -36,6 +42,8 @@ class DistillationLoss(AveragedLoss):
     """A divergence and a share of plain cross-entropy, per label, times its weight where the data
     bring weights.
     """
+
+    unit = NATS_PER_TOKEN
 
     cross_entropy: Frac
 

@@ -52,6 +52,7 @@ class PairedLoss(Loss):
 
     required = frozenset({"answers"})
     needs_documents = True
+    unit = "per pair"
 
     def num_items(self, batch: ThdBatch) -> float:
         """Counts the pairs of the stream."""

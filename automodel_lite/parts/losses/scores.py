@@ -116,6 +116,8 @@ class ClassifyKnown(Classify):
 class ClassifyOne(ClassifyKnown):
     """One class per document."""
 
+    unit: ClassVar[str] = "nats per document"
+
     def __call__(self, inputs: LossInputs) -> LossOutput:
         scores_RK = scores_of(inputs)
         weights_R = self.weights(inputs)
@@ -146,6 +148,8 @@ class ClassifyOne(ClassifyKnown):
 @dataclass(frozen=True, kw_only=True)
 class ClassifyMany(ClassifyKnown):
     """Any number of classes per document, each with a probability of its own."""
+
+    unit: ClassVar[str] = "nats per document and class"
 
     # Filled at the first batch: thousands of sets would be written down again for each one.
     _tables: dict[torch.device, Tensor] = field(
@@ -183,6 +187,7 @@ class ClassifyMany(ClassifyKnown):
 class Regression(ClassifyKnown):
     """A number per document."""
 
+    unit: ClassVar[str] = "squared error per document"
     required: ClassVar[frozenset[str]] = frozenset({"targets"})
 
     def __call__(self, inputs: LossInputs) -> LossOutput:

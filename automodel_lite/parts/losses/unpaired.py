@@ -43,6 +43,7 @@ class Kto(Loss):
     required: ClassVar[frozenset[str]] = frozenset({"verdicts", "reference_log_probs"})
     needs_documents: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = True
+    unit: ClassVar[str] = "per answer"
 
     # weight of the distance from the start model
     beta: Annotated[float, Range(1e-6, 1_000_000)] = 0.1
