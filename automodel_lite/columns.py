@@ -97,7 +97,7 @@ reference_point  KTO's of the step, at every token: made of all of its micro-bat
 noise_key     what the noise of a token's embedding follows from (models/neftune.py)
 image         the number of the image, in the data, whose place a token is; 0 of text
 image_stamp   what tells this image from others, by its bytes; 0 of text
-rope_shift    positions of several axes less `position_ids` (parts/images/tokens.py)
+rope_shift    positions of several axes less `position_ids` (parts/images/axes.py)
 row_labels    summed along a row of a tree, how many labels it has beyond those in the stream, times
               their weights: negative where other rows train what they share
 """

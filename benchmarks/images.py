@@ -36,7 +36,7 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.parts.images.tokens import rope_shifts
+from automodel_lite.parts.images.axes import rope_shifts
 from automodel_lite.parts.images.tower import PackedImages
 from automodel_lite.thd import ThdBatch
 from benchmarks.image_families import image_stream, random_image

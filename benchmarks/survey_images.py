@@ -46,8 +46,9 @@ from automodel_lite.models.loss import CrossEntropy, FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.models.source import describe
 from automodel_lite.parts.images.ahead import TYPES, ahead_of, find_rules
+from automodel_lite.parts.images.axes import rope_shifts
 from automodel_lite.parts.images.probe import check_family, check_forward, check_images_apart
-from automodel_lite.parts.images.tokens import check_tower, rope_shifts
+from automodel_lite.parts.images.tokens import check_tower
 from automodel_lite.parts.images.tower import PackedImages, placed_fields
 from automodel_lite.thd import ThdBatch, stream_of
 from benchmarks.image_families import (

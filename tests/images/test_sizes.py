@@ -13,8 +13,9 @@ from transformers.utils import is_torchvision_available
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.images import tokens as of_tokens
+from automodel_lite.parts.images.axes import axes_of
 from automodel_lite.parts.images.sizes import SizeTable
-from automodel_lite.parts.images.tokens import ImageProcessor, axes_of
+from automodel_lite.parts.images.tokens import ImageProcessor
 from tests.images.families import FAMILIES, write_chats, write_model
 from tests.images.test_exact import config_of_images, data_of
 

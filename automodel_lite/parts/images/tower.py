@@ -26,7 +26,7 @@ from automodel_lite.models.layers import towers
 from automodel_lite.parallel.exchange import AllToAll
 from automodel_lite.parallel.zigzag import inverse_permutation, rank_order
 from automodel_lite.parts.images.ahead import TYPES
-from automodel_lite.parts.images.tokens import axes_of, num_axes
+from automodel_lite.parts.images.axes import axes_of, num_axes
 from automodel_lite.tensors import Tensors
 from automodel_lite.thd import ThdBatch, TowerInputs
 
