@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from automodel_lite import compat
 from automodel_lite.extras.plan.tracker import _FREE as FREE
 from automodel_lite.models.experts import use_experts
-from automodel_lite.models.source import SHAPES
+from automodel_lite.models.reading import SHAPES
 
 IMPLEMENTATIONS = ("grouped_mm", "sorted_mm")
 

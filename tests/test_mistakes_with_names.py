@@ -23,7 +23,8 @@ from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.tokenizer import load_tokenizer
 from automodel_lite.errors import ConfigError, did_you_mean_path
 from automodel_lite.models.flops import model_size
-from automodel_lite.models.source import CausalLM, check_source
+from automodel_lite.models.reading import check_source
+from automodel_lite.models.source import CausalLM
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.folder import existing_run
 from tests.runs import train_quick

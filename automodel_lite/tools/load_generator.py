@@ -23,13 +23,13 @@ from automodel_lite.errors import (
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.extras.load_run import load_trained
 from automodel_lite.models.layers import SCORES
-from automodel_lite.models.source import (
+from automodel_lite.models.reading import (
     ask_no_hub_without_network,
     check_finite,
     check_source,
     hub_reason,
-    load_whole,
 )
+from automodel_lite.models.source import load_whole
 from automodel_lite.parts.images import open_images
 from automodel_lite.run.checkpoint_folder import exported_folder
 from automodel_lite.run.folder import json_object, saved_config

@@ -35,7 +35,8 @@ from automodel_lite.models.flops import model_size
 from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.loss import LossInputs, LossOutput, PlainLoss
 from automodel_lite.models.loss_model import LossModel
-from automodel_lite.models.source import SHAPES, describe
+from automodel_lite.models.reading import SHAPES
+from automodel_lite.models.source import describe
 from automodel_lite.parallel.mesh import Mesh, MeshShape, choose_strategy, mesh_shape
 from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.thd import stream_of

@@ -18,7 +18,7 @@ from automodel_lite.data.formats.decisions import decisions_of
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import placed
 from automodel_lite.errors import ConfigError, DataError, system_errors
-from automodel_lite.models.source import ask_no_hub_without_network, hub_reason
+from automodel_lite.models.reading import ask_no_hub_without_network, hub_reason
 from automodel_lite.redact import secret_in
 
 TokenCount = Annotated[int, Range(262, 1_000_000)]
