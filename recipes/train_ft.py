@@ -254,8 +254,8 @@ class TrainFinetuneRecipe:
         numbers = losses | asked.numbers
         self.metrics.log_validation(self.num_steps, numbers, [*answers, *asked.texts])
         if judged and self.guards.ranks.is_first:
-            found = self.model.loss_model.loss.details(judged, self.data.documents.val)
-            self.guards.folder.note_decisions(self.num_steps, found)
+            details = self.model.loss_model.loss.details(judged, self.data.documents.val)
+            self.guards.folder.note_decisions(self.num_steps, details)
         self.meter.lap("validation")
         self.state.pending_validation = False
         self.state.val_loss = value_of(losses, "val_loss")
