@@ -60,7 +60,7 @@ from automodel_lite.models.flops import cost_model
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.models.source import CausalLM, model_class
 from automodel_lite.nemo_api.collaters import pack_features_for_thd
-from automodel_lite.parts.adapters.lora import load_adapted
+from automodel_lite.parts.adapters.adapter import load_adapted
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.run.weight_files import stored_dtypes
 from automodel_lite.thd import ThdBatch, to_thd

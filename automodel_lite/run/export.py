@@ -42,7 +42,7 @@ from automodel_lite.run.weight_files import stored_dtypes, take_over, write_weig
 from automodel_lite.thd import ThdBatch, stream_of
 
 if TYPE_CHECKING:
-    from automodel_lite.parts.adapters.lora import LoraAdapter
+    from automodel_lite.parts.adapters.adapter import LoraAdapter
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model).*\.(safetensors|bin|index\.json)")

@@ -151,7 +151,7 @@ def load_generator(
     load: Any = load_whole
     if is_adapter:
         with naming_package(source):
-            from automodel_lite.parts.adapters.lora import load_adapted as load  # with peft
+            from automodel_lite.parts.adapters.adapter import load_adapted as load  # with peft
     dtype = torch.bfloat16 if has_gpu else torch.float32
     try:
         model = load(source, dtype=dtype, trust_remote_code=trust_remote_code)

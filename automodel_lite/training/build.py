@@ -49,7 +49,7 @@ from automodel_lite.training.memory import (
 from automodel_lite.training.settings import Decided, RunParts
 
 if TYPE_CHECKING:
-    from automodel_lite.parts.adapters.lora import LoraAdapter  # which brings peft
+    from automodel_lite.parts.adapters.adapter import LoraAdapter  # which brings peft
 
 
 @dataclass(frozen=True)

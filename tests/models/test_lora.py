@@ -22,8 +22,9 @@ from automodel_lite.models.layers import cast_weights
 from automodel_lite.models.loss import FusedLinearCrossEntropy
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.adapters import lora
+from automodel_lite.parts.adapters.adapter import load_adapted
 from automodel_lite.parts.adapters.frozen_rows import frozen_rows_note
-from automodel_lite.parts.adapters.lora import Lora, load_adapted
+from automodel_lite.parts.adapters.lora import Lora
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.thd import stream_of
 from recipes import export_hf

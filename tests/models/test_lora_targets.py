@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.errors import ConfigError
-from automodel_lite.parts.adapters.lora import Lora, load_adapted
+from automodel_lite.parts.adapters.adapter import load_adapted
+from automodel_lite.parts.adapters.lora import Lora
 from automodel_lite.parts.adapters.targets import lora_targets
 from benchmarks.tiny_models import tiny_model
 

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedModel
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.freezing import freeze_named
 from automodel_lite.models.source import CausalLM
-from automodel_lite.parts.adapters.lora import Lora, load_adapted
+from automodel_lite.parts.adapters.adapter import load_adapted
+from automodel_lite.parts.adapters.lora import Lora
 from automodel_lite.tools.load_generator import load_generator
 from benchmarks.survey_models import load, run, save, separate, step_of
 from benchmarks.tiny_models import random_model, tiny_config, tiny_model

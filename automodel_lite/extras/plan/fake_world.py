@@ -43,7 +43,8 @@ from automodel_lite.parts.optimizers import adamw
 from automodel_lite.thd import AttentionInputs, AttentionOptions, Segments
 
 if TYPE_CHECKING:
-    from automodel_lite.parts.adapters.lora import Lora, LoraAdapter
+    from automodel_lite.parts.adapters.adapter import LoraAdapter
+    from automodel_lite.parts.adapters.lora import Lora
 
 
 class UnplacedAdapters:
