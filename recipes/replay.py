@@ -55,20 +55,20 @@ def main(run: Path, overrides: Sequence[str] = (), step: int | None = None) -> i
     folder = existing_run(run)
     console = Console()
     recorded = Recorded.of(folder)
-    for topic, text in recorded.lines:
-        console.say(topic, text)
     if step is not None and not recorded.problems:
         recorded.check_step(step)
-    config = replay_config(load_run_config(folder), overrides, recorded)
-    outcome: list[str] = list(recorded.problems)
-    if not outcome:
-        scratch = folder.path / f".replay-{os.environ.get('MASTER_PORT', os.getpid())}"
-        try:
-            with join_ranks(replace(config, output_dir=str(scratch))) as (joined, peers, _):
-                replay = Replay(resolve_auto(joined), peers, recorded, step)
-                outcome = replay.check()
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    config = replay_config(load_run_config(folder), overrides)
+    scratch = folder.path / f".replay-{os.environ.get('MASTER_PORT', os.getpid())}"
+    try:
+        with join_ranks(replace(config, output_dir=str(scratch))) as (joined, peers, _):
+            recorded = recorded.hash_files(peers)
+            for topic, text in recorded.lines:
+                console.say(topic, text)
+            outcome = list(recorded.problems)
+            if not outcome:
+                outcome = Replay(resolve_auto(joined), peers, recorded, step).check()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     for text in outcome:
         console.print(f"FAIL: {text}")
     if not outcome:
@@ -77,7 +77,7 @@ def main(run: Path, overrides: Sequence[str] = (), step: int | None = None) -> i
     return int(bool(outcome))
 
 
-def replay_config(config: Config, overrides: Sequence[str], recorded: Recorded) -> Config:
+def replay_config(config: Config, overrides: Sequence[str]) -> Config:
     """Returns a run's settings without what only a training has: trackers, callbacks, an export,
     questions. A mesh that does not fit the processes of now becomes the plain one, unless
     `overrides` name it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.certificate import NAME as CERTIFICATE
+from automodel_lite.launched import rank
 from automodel_lite.models.layers import local
 from automodel_lite.parallel.control import Control
+from automodel_lite.parallel.peers import Peers
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.checkpoint_folder import MANIFEST, STATE, step_of, survey
 from automodel_lite.run.durable import read_json, sha256
@@ -48,13 +50,13 @@ class Recorded:
     """The ledger of a run, the checkpoints that are there, and what is wrong with them."""
 
     lines_of_ledger: list[Line]
-    checkpoints: list[Path]  # by step, those whose line and digests agree
+    checkpoints: list[Path]  # by step, those whose line and manifest agree
     problems: list[str]
 
     @classmethod
     def of(cls, run: RunFolder) -> Recorded:
-        """Reads the ledger and the files of every checkpoint; raises ConfigError for a run without
-        a ledger.
+        """Reads the ledger, and the names and sizes of every checkpoint's files; raises ConfigError
+        for a run without a ledger.
         """
         path = run.path / NAME
         if not path.is_file():
@@ -83,6 +85,26 @@ class Recorded:
                 f"{str(certified.get('head'))[:12]})"
             )
         return cls(lines, checkpoints, problems)
+
+    def hash_files(self, peers: Peers) -> Recorded:
+        """Returns these records with what the content of the checkpoints' files says. Every rank
+        calls it, and gets the same answer, or ConfigError: a host with other files is named.
+        """
+        entries = {
+            (checkpoint, file): entry
+            for checkpoint in self.checkpoints
+            for file, entry in read_json(checkpoint / MANIFEST)["files"].items()
+        }
+        sizes = {checkpoint / file: entry["bytes"] for (checkpoint, file), entry in entries.items()}
+        found = hash_together(sizes, peers)
+        problems = [
+            f"{checkpoint.name}: {file} has other content than was written"
+            for (checkpoint, file), entry in entries.items()
+            if found[checkpoint / file] != entry.get("sha256")
+        ]
+        problems = [*self.problems, *problems]
+        peers.compare("records", {"head": self.head, "problems": "; ".join(problems) or "none"})
+        return replace(self, problems=problems)
 
     @property
     def head(self) -> str:
@@ -190,9 +212,7 @@ def _gaps(lines: Sequence[Line]) -> list[str]:
 
 
 def _problems_of(checkpoint: Path, lines: Sequence[Line]) -> list[str]:
-    """Compares a checkpoint with its line, its files with its manifest, and its state with the
-    chain.
-    """
+    """Compares a checkpoint with its line, and its state with the chain."""
     step = step_of(checkpoint)
     name = checkpoint.name
     own = [line.row["sha256"] for line in lines if line.row.get("checkpoint") == step]
@@ -200,14 +220,38 @@ def _problems_of(checkpoint: Path, lines: Sequence[Line]) -> list[str]:
         return [f"{name} is not in {NAME}"]
     if own[-1] != manifest_digest(checkpoint):
         return [f"{name} is another checkpoint than the one in {NAME}: its manifest differs"]
-    files = read_json(checkpoint / MANIFEST)["files"]
-    for file, entry in files.items():
-        if entry.get("sha256") != sha256(checkpoint / file):
-            return [f"{name}: {file} has other content than was written"]
     head = read_json(checkpoint / STATE).get("ledger")
     if head not in {line.chain for line in lines if line.step == step}:
         return [f"{name} was saved behind another ledger: its step {step} has chain {head}"]
     return []
+
+
+def hash_together(sizes: Mapping[Path, int], peers: Peers) -> dict[Path, str]:
+    """Returns the SHA-256 of each file, which one rank of each host reads: the hosts of a job may
+    have copies of their own. Every rank calls it.
+
+    sizes  of the files, in bytes
+    """
+    ranks = peers.on_this_host()
+    mine = shares(sizes, len(ranks))[ranks.index(rank())]
+    own = {str(path): sha256(path) for path in mine}
+    gathered = peers.gather("sha256", ranks, own)
+    return {Path(path): digest for part in gathered for path, digest in part.items()}
+
+
+def shares(sizes: Mapping[Path, int], num_ranks: int) -> list[list[Path]]:
+    """Returns which files each rank reads: the largest first, to the rank with the fewest bytes.
+
+    >>> shares({"a": 9, "b": 5, "c": 5, "d": 1}, 2)
+    [['a', 'd'], ['b', 'c']]
+    """
+    parts: list[list[Path]] = [[] for _ in range(num_ranks)]
+    num_bytes = [0] * num_ranks
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        least = num_bytes.index(min(num_bytes))
+        parts[least].append(path)
+        num_bytes[least] += sizes[path]
+    return parts
 
 
 class Limits(NamedTuple):

@@ -6,6 +6,7 @@ Values are JSON.
     left/3              it ended as it should
     settings/3          every setting and version of rank 3, which rank 0 compares with its own
                         before the first step
+    sha256/3            the files that rank 3 has hashed, for the ranks of its host
     failure             the first error of any rank, the one record of who failed first; every rank
                         exits with it
 
@@ -23,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
@@ -135,6 +136,31 @@ class Peers:
                 f"the processes of this job do not agree on its {topic}:\n{differing}\nStart the "
                 "same command on every node, with the same files and versions."
             )
+
+    def on_this_host(self) -> list[int]:
+        """Returns the ranks of this host, in order, once `compare` has seen all ranks. By their
+        processes and not by their numbers: SLURM may number the ranks of two hosts in turn.
+        """
+        if self._store is None:
+            return [rank()]
+        known = self._store.multi_get([f"process/{number}" for number in range(world_size())])
+        processes = [ProcessId(**json.loads(text)) for text in known]
+        return [number for number, process in enumerate(processes) if process.is_here()]
+
+    def gather(self, topic: str, ranks: Sequence[int], value: Any) -> list[Any]:
+        """Returns the values of these ranks, in their order; each of them calls it. Raises
+        PeerError when one fails or is late.
+        """
+        store = self._store
+        if store is None:
+            return [value]
+        try:
+            store.set(f"{topic}/{rank()}", json.dumps(value))
+            for number in ranks:
+                self._wait(store, topic, range(number, number + 1))
+            return [json.loads(store.get(f"{topic}/{number}")) for number in ranks]
+        except dist.DistError as error:
+            raise _no_store(error) from None
 
     def _wait(self, store: dist.Store, topic: str, ranks: range) -> None:
         """Waits for the first of these ranks; names those that are missing every 30 s, raises

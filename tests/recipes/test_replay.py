@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from automodel_lite.errors import ConfigError
+from automodel_lite.extras.replay import Recorded, shares
 from automodel_lite.run.durable import digests, write_file
+from automodel_lite.run.folder import RunFolder
 from automodel_lite.telemetry.ledger import chained, manifest_digest, read_ledger
+from automodel_lite.training.launch import watch_ranks
 from recipes import replay
 from tests.ranks import run_ranks
 from tests.runs import train_on, train_quick
@@ -232,6 +238,62 @@ def test_changed_bytes_of_a_checkpoint_are_found(
     code, said = verify(run, capsys)
     assert code == 1
     assert "step_00000004: tensors/rank_00000.safetensors has other content" in said
+
+
+def opened_on_rank(rank: int, world_size: int, run: Path, hosts: list[str]) -> list[str]:
+    """Hashes a run's files on a host of this name; returns the tensor files that were opened."""
+    socket.gethostname = lambda: hosts[rank]
+    opened = []
+
+    def hook(event: str, args: tuple) -> None:
+        if event == "open" and "/tensors/rank_" in str(args[0]):
+            opened.append("/".join(Path(args[0]).parts[-3:]))
+
+    sys.addaudithook(hook)
+    with watch_ranks() as peers:
+        peers.compare("settings", {})
+        assert Recorded.of(RunFolder(run)).hash_files(peers).problems == []
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_reads"), [(["a", "a"], 1), (["a", "b"], 2), (["a", "b", "a"], 2)], ids=str
+)
+def test_one_rank_of_each_host_reads_a_file(
+    trained: Path, hosts: list[str], num_reads: int
+) -> None:
+    """Hosts may have copies of their own; SLURM may number the ranks of two hosts in turn."""
+    opened = run_ranks(opened_on_rank, len(hosts), trained, hosts)
+    files = [f"step_0000000{step}/tensors/rank_00000.safetensors" for step in (2, 4, 6)]
+    assert sorted(name for names in opened for name in names) == sorted(files * num_reads)
+    assert all(opened)  # every rank has a share
+
+
+def hash_on_rank(rank: int, world_size: int, run: Path, hosts: list[str]) -> str:
+    """Hashes the files of each host's own copy of a run; returns the error."""
+    socket.gethostname = lambda: hosts[rank]
+    records = Recorded.of(RunFolder(run / hosts[rank]))
+    with watch_ranks() as peers:
+        peers.compare("settings", {})
+        with pytest.raises(ConfigError) as caught:
+            records.hash_files(peers)
+    return str(caught.value)
+
+
+def test_changed_bytes_on_one_host_are_named_on_all(trained: Path, tmp_path: Path) -> None:
+    for host in "ab":
+        copied(trained, tmp_path / host)
+    file = tmp_path / "b/checkpoints/step_00000004/tensors/rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for said in run_ranks(hash_on_rank, 2, tmp_path, ["a", "b"]):
+        assert "problems: none on rank 0 (a), step_00000004: tensors/rank_00000" in said
+
+
+def test_large_files_are_dealt_first() -> None:
+    sizes = {Path("a"): 1, Path("b"): 5, Path("c"): 5, Path("d"): 9}
+    assert shares(sizes, 2) == [[Path("d"), Path("a")], [Path("b"), Path("c")]]
 
 
 @pytest.mark.parametrize("name", ["state.json", "COMPLETE.json"])
