@@ -84,6 +84,18 @@ def test_the_page_grows_row_by_row(tmp_path: Path) -> None:
     assert "### bad\n\n```\nautomodel-lite bad\n```" in text
 
 
+def test_a_row_counts_the_cpu_time_of_its_processes(tmp_path: Path) -> None:
+    """And not the time that it waited for others on the machine."""
+
+    def compute(work: Work) -> Seen:
+        work.python(["-c", "import time\nwhile time.process_time() < 0.3: pass\ntime.sleep(0.5)"])
+        return Seen("", True)
+
+    found = look(Row("name", "", "", "", compute), Work(tmp_path))
+    assert 0.3 <= found.cpu_seconds < 0.6
+    assert found.seconds >= 0.8
+
+
 def test_rows_of_an_earlier_proof_are_kept(tmp_path: Path) -> None:
     kept = {"text-cp2": {"seen": "x", "passed": True, "commands": [], "seconds": 1.0}}
     path = tmp_path / "proof.json"

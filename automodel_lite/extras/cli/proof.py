@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ class Shown:
     passed: bool | None
     commands: list[str]
     seconds: float
+    cpu_seconds: float = 0.0  # of its processes: other work on the machine does not count
 
 
 def proof(argv: list[str]) -> int:
@@ -97,6 +99,7 @@ def proof(argv: list[str]) -> int:
 def look(row: Row, work: Work) -> Shown:
     """Computes a row; what stops it is what it saw."""
     began = time.monotonic()
+    cpu_began = cpu_seconds()
     work.commands.clear()
     try:
         seen = row.look(work)
@@ -105,7 +108,14 @@ def look(row: Row, work: Work) -> Shown:
         text, passed = str(error), None
     except Exception as error:
         text, passed = scrub(one_line(error, 300)), False
-    return Shown(text, passed, list(work.commands), round(time.monotonic() - began, 1))
+    took = round(time.monotonic() - began, 1)
+    return Shown(text, passed, list(work.commands), took, round(cpu_seconds() - cpu_began, 1))
+
+
+def cpu_seconds() -> float:
+    """Returns what this process and the children that it has waited for have used."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def read_shown(path: Path) -> dict[str, Shown]:
@@ -127,7 +137,8 @@ def page(rows: Sequence[Row], shown: Mapping[str, Shown]) -> str:
         f"transformers {transformers.__version__}, Python {platform.python_version()}), "
         f"{datetime.now(UTC):%Y-%m-%d}, on {platform.machine()} with {cores} cores, no GPU: "
         f"{passed} of {len(counted)} rows as expected, "
-        f"{sum(each.seconds for each in counted) / 60:.0f} minutes.",
+        f"{sum(each.seconds for each in counted) / 60:.0f} minutes, "
+        f"{sum(each.cpu_seconds for each in counted) / 60:.0f} CPU-minutes.",
         "",
         "| row | what | expected | seen | rule | |",
         "|---|---|---|---|---|---|",
