@@ -132,7 +132,12 @@ def test_a_run_without_a_step_waits_at_any_width(
 ) -> None:
     recorded(tmp_path / "runs" / "new", "")
     browser.open(f"{address}#/report/new")
-    browser.wait("document.getElementById('trouble')?.textContent.includes('no step yet')")
+    waits = "document.getElementById('trouble')?.textContent.includes('no step yet')"
+    browser.wait(waits)
+    # it stays while nothing changes: the answers to later questions carry no text
+    asked = "performance.getEntriesByType('resource').filter((e) => e.name.includes('api/report')).length"
+    browser.wait(f"{asked} > {browser.run(asked) + 1}")
+    assert browser.run(waits)
     browser.resize(390)
     browser.wait("innerWidth === 390")
     check_page(browser)

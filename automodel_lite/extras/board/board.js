@@ -4,7 +4,7 @@
 const POLL_MS = 2000;
 const byId = (id) => document.getElementById(id);
 const VIEWS = ["report", "data", "chat", "job"];
-let view = "report", shown = [], listed = [], seen = "", drawnFor = "", chat = [], answering = null, chatOf = "", tookMs = 0;
+let view = "report", shown = [], listed = [], seen = "", drawnFor = "", chat = [], answering = null, chatOf = "", waits = "", tookMs = 0;
 
 async function call(path, body) {
   const options = body === undefined ? {} : { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
@@ -107,7 +107,9 @@ async function updateReport() {
   const asked = `report/${ofRuns()}`;
   const found = await call(`report?${ofRuns()}&seen=${drawnFor === asked ? seen : ""}`);
   if (view !== "report" || asked !== `report/${ofRuns()}`) return;
-  trouble((found.waiting || []).join("\n"));
+  // an answer that nothing has changed names no runs that wait: those of the answer before still do
+  if (found.waiting) waits = found.waiting.join("\n");
+  trouble(waits);
   if (found.version === seen && drawnFor === asked) return;
   replaceSections(byId("head"), found.head);
   replaceSections(byId("charts"), found.sections);
