@@ -26,6 +26,7 @@ from automodel_lite.run.folder import RunFolder
 from automodel_lite.run.lock import RunLock
 from automodel_lite.tools.load_generator import load_checkpoint, load_exported
 from recipes.board import preview
+from tests.forked import warm_python
 from tests.runs import QUICK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,12 +222,16 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     assert Jobs().state_of(run) == "finished"
 
 
-def test_a_run_is_stopped_continued_asked_and_shown(tmp_path: Path) -> None:
+def test_a_run_is_stopped_continued_asked_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One real run, from its start in a terminal to its end."""
+    monkeypatch.setattr(sys, "executable", warm_python())
     folder = tmp_path / "runs" / "a"
     settings = [text for text in QUICK if "max_steps" not in text and "export" not in text]
     settings += [
-        "training.max_steps=300",
+        "training.max_steps=100",
+        "checkpoint.every_steps=25",
         "training.log_every_steps=1",
         f"cache_dir={tmp_path}/cache",
     ]
@@ -254,7 +259,7 @@ def test_a_run_is_stopped_continued_asked_and_shown(tmp_path: Path) -> None:
     assert run.read_status()["reason"] == signal.SIGTERM.name
     assert jobs.state_of(run) == "preempted"
     stopped_at = run.read_status()["step"]
-    assert 0 < stopped_at < 300
+    assert 0 < stopped_at < 100
 
     names = choices(run)
     assert names == [f"step_{stopped_at:08d}", *names[1:]]  # saved, and not exported
@@ -271,7 +276,7 @@ def test_a_run_is_stopped_continued_asked_and_shown(tmp_path: Path) -> None:
     jobs.start_again(run, command.typed)
     assert jobs.state_of(run) in ("starting", "running")
     wait(lambda: jobs.state_of(run) == "finished", lambda: jobs.screen_of(run))
-    assert [row["step"] for row in run.rows() if "loss" in row] == [*range(1, 301)]
+    assert [row["step"] for row in run.rows() if "loss" in row] == [*range(1, 101)]
     assert "generate runs/a" in jobs.screen_of(run)  # what to do next, of the run's own end
 
     assert choices(run)[0] == EXPORT

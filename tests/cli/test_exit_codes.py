@@ -116,7 +116,7 @@ hydra_app.run_recipe("recipes.train_ft:main", ["--config-name", "smoke", "output
 def test_a_signal_in_the_first_moment_is_a_sentence(tmp_path: Path) -> None:
     """As soon as the handlers stand, and once more while the process ends."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SIGNALED]
+    command = [warm_python(), "-c", SIGNALED]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -7,12 +7,12 @@ import json
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.real_model import ROOT, fetch
+from tests.forked import warm_python
 from tests.recipes.test_first_jobs import FORM, MAILS, RECORD, facts
 from tests.runs import train_quick
 
@@ -32,7 +32,7 @@ def write_orders(folder: Path, count: int) -> None:
 def typed(folder: Path, *words: str) -> tuple[str, str]:
     """Types a command in a folder; returns what it prints, and what it says beside."""
     done = subprocess.run(
-        [sys.executable, "-m", "automodel_lite", *words],
+        [warm_python(), "-m", "automodel_lite", *words],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         input="",
