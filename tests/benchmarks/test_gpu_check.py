@@ -409,7 +409,7 @@ for name in names_of_parts():
     print(name, child.pid, flush=True)
 """
     worker = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [warm_python(), "-c", script],
         cwd=Path(gpu_check.__file__).resolve().parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
