@@ -667,6 +667,7 @@ def start_on_a_node(rank: int, world: int, files: Path, changed: str, *overrides
     return "started"
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("changed", "peft", "sentence"),
     [
@@ -700,6 +701,7 @@ def test_nodes_with_other_files_or_settings_do_not_start(
         assert sentence in text
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [

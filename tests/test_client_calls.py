@@ -196,6 +196,7 @@ def test_a_step_has_settings_of_its_own(folder: str, tmp_path: Path) -> None:
             assert off.item() < 2e-5, name
 
 
+@pytest.mark.same_on_every_cpu
 def test_wrong_steps_are_sentences(client: TrainingClient) -> None:
     client.forward_backward(ROWS, CrossEntropy())
     for divisor in (0, -1, math.nan):
@@ -288,6 +289,7 @@ def test_stops_end_an_answer_behind_them(client: TrainingClient) -> None:
         assert text not in client.tokenizer.decode(by_text.ids[:-1])
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
@@ -374,6 +376,7 @@ def test_states_have_names_on_two_ranks(folder: str, tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.same_on_every_cpu
 def test_what_a_killed_save_was_to_replace_is_there(folder: str, tmp_path: Path) -> None:
     with open_client(folder, tmp_path) as client:
         client.save_state({"at": 1}, name="mine")

@@ -70,6 +70,7 @@ def test_a_teacher_scores_rows_and_trees(folders: tuple[str, str], client: Train
     assert likeliest == [[wanted[0, 2:].tolist()]]
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_teacher_is_loaded_once(folders: tuple[str, str], client: TrainingClient) -> None:
     kept = []
     for _ in range(2):
@@ -79,6 +80,7 @@ def test_a_teacher_is_loaded_once(folders: tuple[str, str], client: TrainingClie
     assert not any(p.requires_grad for p in kept[0].model.module.parameters())
 
 
+@pytest.mark.same_on_every_cpu
 def test_wrong_teachers_are_sentences(
     folders: tuple[str, str], client: TrainingClient, tmp_path: Path
 ) -> None:

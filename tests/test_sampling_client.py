@@ -90,6 +90,7 @@ def test_the_server_has_the_trained_weights(
     assert not folders[0].exists()
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_version_of_an_adapter_lasts_as_long_as_somebody_holds_it(
     folder: str, adapter: TrainingClient
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_version_of_an_adapter_lasts_as_long_as_somebody_holds_it(
         assert len(stand_in.adapters) == 2
 
 
+@pytest.mark.same_on_every_cpu
 def test_all_weights_have_one_version(folder: str, whole: TrainingClient) -> None:
     with serving(Sglang(folder)) as url, SamplingClient(url, whole) as sampler:
         first = sampler.publish()
@@ -130,6 +132,7 @@ def test_weights_of_somebody_else_are_an_error(
             sampler.draw(REQUESTS)
 
 
+@pytest.mark.same_on_every_cpu
 def test_an_update_waits_for_answers_that_are_being_drawn(
     folder: str, whole: TrainingClient
 ) -> None:
@@ -168,6 +171,7 @@ def test_weights_that_have_changed_are_not_measured(folder: str, adapter: Traini
         assert answer.log_probs is answer.sampler_log_probs
 
 
+@pytest.mark.same_on_every_cpu
 def test_no_requests_have_no_answers(folder: str, adapter: TrainingClient) -> None:
     assert adapter.draw([]) == []
     with serving(Vllm(folder)) as url, SamplingClient(url, adapter) as sampler:
@@ -209,6 +213,7 @@ def test_answers_end_and_differ_as_those_of_the_training_client(
         ]
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_after_the_temperature_are_refused(
     kind: str, folder: str, adapter: TrainingClient
@@ -276,6 +281,7 @@ def test_a_gap_that_no_rounding_makes_is_an_error(folder: str, adapter: Training
 
 
 # ---------------------------------------------- refusals
+@pytest.mark.same_on_every_cpu
 def test_mistakes_are_sentences(
     folder: str,
     whole: TrainingClient,
@@ -335,6 +341,7 @@ class StandInOfNothing(StandIn):
         return 404, {"detail": "Not Found"}
 
 
+@pytest.mark.same_on_every_cpu
 def test_an_adapter_that_the_server_has_lost_is_named(folder: str, adapter: TrainingClient) -> None:
     stand_in = Vllm(folder)
     with serving(stand_in) as url, SamplingClient(url, adapter) as sampler:

@@ -159,6 +159,7 @@ def _full_blocks(mask: Any) -> torch.Tensor:
     return dense
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("total", "window"),
     [(1024, None), (1024, 200), (1000, None), (2048, 64), (700, 1), (128, None), (131, 500)],
@@ -171,6 +172,7 @@ def test_the_mask_from_the_boundaries_is_torchs_own(total: int, window: int | No
     assert torch.equal(_full_blocks(got), _full_blocks(want))
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("window", [None, 90])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mask_of_prefixes_misses_nothing(seed: int, window: int | None) -> None:
@@ -186,6 +188,7 @@ def test_the_mask_of_prefixes_misses_nothing(seed: int, window: int | None) -> N
     assert got.to_dense().sum() - want.to_dense().sum() <= 14
 
 
+@pytest.mark.same_on_every_cpu
 def test_no_quadratic_memory_for_a_long_stream() -> None:
     """[T, T] of 65,536 tokens would be 4 GiB of booleans alone."""
     cu = torch.arange(0, 65536 + 1, 1024, dtype=torch.int32)
@@ -235,6 +238,7 @@ def test_a_tree_is_a_causal_mask_with_expiry(traced: FlexAttention, option: str)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("window", [None, 40])
 def test_the_blocks_of_a_tree_hold_all_visible_pairs(window: int | None) -> None:
     """As many blocks as hold a visible pair, or few more with a window; a full block holds nothing else."""

@@ -217,6 +217,7 @@ def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+@pytest.mark.same_on_every_cpu
 def test_without_packages_no_function_takes_boundaries() -> None:
     model = build_hybrid("qwen3_next")
     recorded = Recorded()

@@ -288,6 +288,7 @@ def test_a_model_without_such_a_loss_is_refused(family: str) -> None:
         balance_of(describe(tiny_config(family)), COEFFICIENT)
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_mixture_without_a_sparse_layer_has_nothing_to_balance() -> None:
     config = tiny_config("qwen3_moe")
     config.mlp_only_layers = [0, 1]

@@ -133,6 +133,7 @@ def test_packs_of_other_documents_need_no_new_graph(how: str) -> None:
     assert compiled_graphs() == after_warm_up
 
 
+@pytest.mark.same_on_every_cpu
 def test_recomputing_keeps_less() -> None:
     kept = {how: bytes_kept(how) for how in ("none", "selective", "full")}
     assert kept["full"] < kept["selective"] < kept["none"]
@@ -196,6 +197,7 @@ def test_compiled_layers_keep_a_part_and_have_the_same_gradients() -> None:
     torch.testing.assert_close(found[1], gradients(small_model(), batch))
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("family", "layer"),
     [
@@ -213,10 +215,12 @@ def test_layers_are_those_of_the_language_model(family: str, layer: str) -> None
     assert len(layers) == config.get_text_config().num_hidden_layers
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_model_of_two_stacks_has_the_layers_of_both() -> None:
     assert len(decoder_layers(describe(AutoConfig.for_model("hrm_text")))) == 16 + 16
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("family", ["falcon", "gemma3n_text"])
 def test_products_that_a_layer_changes_in_place_are_not_kept(family: str) -> None:
     """Recomputed from the changed results, gradients were off by half of the largest."""

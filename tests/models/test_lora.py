@@ -58,6 +58,7 @@ def give_the_adapter_weight(model: PreTrainedModel) -> None:
             torch.nn.init.normal_(parameter, std=0.2)
 
 
+@pytest.mark.same_on_every_cpu
 def test_an_adapter_that_is_not_finite_is_named(tmp_path: Path) -> None:
     wrapped = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
     next(p for p in wrapped.parameters() if p.requires_grad).data[0, 0] = float("nan")
@@ -68,6 +69,7 @@ def test_an_adapter_that_is_not_finite_is_named(tmp_path: Path) -> None:
         Lora(adapter=str(tmp_path)).adapt(tiny_llama(), "base")
 
 
+@pytest.mark.same_on_every_cpu
 def test_an_adapter_of_another_base_names_its_own(tmp_path: Path) -> None:
     """It named the model that it was given, which peft had written into the settings."""
     first = tiny_llama()
@@ -135,6 +137,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("case", DAMAGES)
 def test_an_adapter_that_is_not_whole_is_told(case: str, tmp_path: Path) -> None:
     damage, sentence = DAMAGES[case]
@@ -222,6 +225,7 @@ def test_an_adapter_of_the_embedding_is_trained_and_one_of_tied_weights_refused(
             Lora(r=4, target_modules=["q_proj", end]).adapt(tied, "base")
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
 def test_a_saved_adapter_of_tied_weights_is_not_continued(end: str, tmp_path: Path):
     """Trained and saved it was itself; merged it changed the other end, too."""
@@ -272,6 +276,7 @@ def test_a_saved_adapter_answers_as_it_was_trained(use_dora: bool, tmp_path: Pat
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.same_on_every_cpu
 def test_an_adapter_that_does_not_read_back_is_no_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -312,6 +317,7 @@ def test_a_fresh_adapter_on_the_head_takes_the_plain_loss():
     assert not LossModel(model, FusedLinearCrossEntropy()).probe(stream_of(IDS, "cpu"))[1]
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_module_is_named_by_its_path():
     model = tiny_llama()
     Lora(r=4, modules_to_save=["model.embed_tokens"]).adapt(model, "base")
@@ -350,6 +356,7 @@ def test_an_adapter_that_changes_its_base_is_refused(init: str, tmp_path: Path):
     torch.testing.assert_close(merged(IDS, use_cache=False).logits, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 def test_biases_of_an_adapter_are_not_merged_into_layers_without(tmp_path: Path):
     """It was trained, and its export ended in a traceback."""
     wrapped = peft.get_peft_model(
@@ -386,6 +393,7 @@ def test_rows_of_single_tokens_are_trained(is_tied: bool):
         assert (end.weight - own).abs().sum(1).nonzero().flatten().tolist() == [5, 7]
 
 
+@pytest.mark.same_on_every_cpu
 def test_frozen_rows_that_nobody_has_trained_are_noted():
     """New tokens could hardly be said, and a base model never stopped, without a word."""
     torch.manual_seed(0)
@@ -430,6 +438,7 @@ def test_rates_of_lora_plus_are_those_of_peft(use_dora: bool):
     assert set(found.values()) == {1e-3, 1.6e-2}
 
 
+@pytest.mark.same_on_every_cpu
 def test_ranks_and_alphas_of_single_layers():
     model = tiny_llama()
     adapter = Lora(
@@ -477,6 +486,7 @@ def test_lora_plus_resumes_at_its_rates(tmp_path: Path):
     )
 
 
+@pytest.mark.same_on_every_cpu
 def test_wrong_tokens_are_named():
     tokenizer = byte_tokenizer(MARKED)
     lm = tiny_llama()
@@ -529,6 +539,7 @@ def test_new_tokens_train_on_two_ranks(cure: list[str], tmp_path: Path):
         torch.testing.assert_close(other(IDS).logits, merged(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 def test_mistakes_are_named():
     with pytest.raises(
         ConfigError,
@@ -571,6 +582,7 @@ def test_fsdp_with_cp_resumes_and_agrees_with_one_process(tmp_path: Path):
     torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.same_on_every_cpu
 def test_qlora_without_its_package_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     with pytest.raises(

@@ -31,6 +31,7 @@ def weights(*blocks: str) -> list[str]:
     return sorted(f"{block}.{name}.weight" for block in blocks for name in MLP)
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("family", "modules", "parameters", "experts"),
     [
@@ -75,6 +76,7 @@ def test_targets(
     assert (more[0], sorted(more[1])) == (modules, sorted(parameters + experts))
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "longcat_flash", "granitemoe", "dbrx"]
 )
@@ -90,6 +92,7 @@ def test_no_router_is_adapted_nor_any_expert_unasked(family: str) -> None:
         assert "model.layers.1.mlp.shared_experts.gate_proj" in adapted
 
 
+@pytest.mark.same_on_every_cpu
 def test_named_layers_are_those_of_the_language_model() -> None:
     assert lora_targets(tiny_model("llama"), ["q_proj", "lm_head"], experts=False)[0] == [
         "lm_head",
@@ -140,6 +143,7 @@ def test_adapted_experts_learn_are_saved_and_merged(family: str, tmp_path: Path)
     assert model.state_dict().keys() == tiny_model(family).state_dict().keys()
 
 
+@pytest.mark.same_on_every_cpu
 def test_fused_experts_know_no_dropout() -> None:
     with pytest.raises(
         ConfigError, match=r"adapts experts\.down_proj of this mixture of experts as a weight"
@@ -147,6 +151,7 @@ def test_fused_experts_know_no_dropout() -> None:
         Lora(experts=True, dropout=0.1).adapt(tiny_model("qwen3_moe"), "base")
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("wanted", "places"),
     [
@@ -182,6 +187,7 @@ def test_an_encoder_that_is_trained_whole_keeps_its_own_attention() -> None:
     assert set(used.values()) == {"eager"}
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_name_that_towers_have_too_is_that_of_the_language_model() -> None:
     model = tiny_model("gemma3")
     modules, _ = lora_targets(model, ["q_proj"], False)
@@ -199,6 +205,7 @@ def test_adapters_of_layers_that_share_a_weight_are_not_merged_into_it() -> None
         adapter.merge()
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("family", ["mamba", "jamba", "falcon_mamba"])
 def test_every_adapter_is_reached(family: str) -> None:
     lm = tiny_model(family)
@@ -211,6 +218,7 @@ def test_every_adapter_is_reached(family: str) -> None:
     assert [name for name, p in trained.items() if p.grad is None or not p.grad.any()] == []
 
 
+@pytest.mark.same_on_every_cpu
 def test_what_kernels_read_is_not_adapted_in_a_composite() -> None:
     """Nemotron Omni's language model is Nemotron-H, whose kernel multiplies by the plain weight."""
     assert "out_proj" not in lora_targets(tiny_model("nemotron_h_omni"), "all-linear", False)[0]

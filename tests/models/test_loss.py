@@ -306,6 +306,7 @@ def test_outside_training_plain_cross_entropy_is_beside_any_loss() -> None:
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_loss_of_logits_and_labels_is_told_what_to_write() -> None:
     class Before:
         def __call__(self, logits_RV: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:

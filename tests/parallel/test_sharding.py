@@ -215,6 +215,7 @@ def held_between_micro_batches(rank: int, world: int, reduces_every: bool) -> fl
     )
 
 
+@pytest.mark.same_on_every_cpu
 def test_reducing_every_micro_batch_holds_shards_alone() -> None:
     assert run_ranks(held_between_micro_batches, 2, False) == [2.0, 2.0]
     assert run_ranks(held_between_micro_batches, 2, True) == [1.0, 1.0]
@@ -232,6 +233,7 @@ def gathers_of_micro_batches(rank: int, world: int, reshards: bool) -> list[int]
     return gathers
 
 
+@pytest.mark.same_on_every_cpu
 def test_weights_that_stay_gathered_are_so_between_micro_batches() -> None:
     freed = run_ranks(gathers_of_micro_batches, 2, True)[0]
     assert freed[0] == freed[1] == freed[2] == freed[3]
@@ -277,6 +279,7 @@ def rotations_in_bf16(rank: int, world: int, family: str) -> list[torch.dtype]:
     return [x.dtype for x in found]
 
 
+@pytest.mark.same_on_every_cpu
 def test_layers_are_given_fp32_where_the_family_does() -> None:
     assert run_ranks(rotations_in_bf16, 1, "olmo2") == [
         [torch.bfloat16, torch.float32, torch.float32]

@@ -210,6 +210,7 @@ def test_an_adapter_answers_as_its_merged_model(trained: Path, file: Path, tmp_p
             assert probs == pytest.approx(other["probabilities"][name], abs=1e-4)
 
 
+@pytest.mark.same_on_every_cpu
 def test_packs_that_cut_rows_are_refused(file: Path, tmp_path: Path) -> None:
     from automodel_lite.training.rules import checked_parts
 
@@ -220,6 +221,7 @@ def test_packs_that_cut_rows_are_refused(file: Path, tmp_path: Path) -> None:
             checked_parts(config)
 
 
+@pytest.mark.same_on_every_cpu
 def test_the_file_alone_is_asked_for_where_it_is_missing() -> None:
     args = decide.parser().parse_args(["runs/x", "questions.jsonl"])
     assert (args.file, [*args.settings]) == ("questions.jsonl", [])

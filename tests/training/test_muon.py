@@ -95,6 +95,7 @@ def test_a_matrix_that_is_cut_along_two_axes() -> None:
     assert max(run_ranks(_split_twice, 4)) == 0
 
 
+@pytest.mark.same_on_every_cpu
 def test_embeddings_heads_and_vectors_are_not_muons() -> None:
     config = LlamaConfig(
         vocab_size=32,
@@ -109,6 +110,7 @@ def test_embeddings_heads_and_vectors_are_not_muons() -> None:
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("family", "apart"),
     [
@@ -131,6 +133,7 @@ def test_biases_and_norms_of_several_rows_are_no_matrices(family: str, apart: se
     assert {*model.parameters()} == {p for g in optimizer.param_groups for p in g["params"]}
 
 
+@pytest.mark.same_on_every_cpu
 def test_a_stack_of_experts_that_is_one_matrix_is_no_matrix_of_muons() -> None:
     lm = tiny_model("dbrx")
     stacks = {p for name, p in lm.named_parameters() if ".experts." in name}

@@ -150,6 +150,7 @@ def test_codes_are_the_nearest_values() -> None:
         assert (decoded(codes, scales, book) - values).abs().max() < 0.05 * values.abs().max()
 
 
+@pytest.mark.same_on_every_cpu
 def test_blocks_lie_inside_of_rows() -> None:
     shapes = [(128, 4096), (64, 576), (4096,), (64, 100), (8, 256)]
     assert [moments_of(shape, torch.uint8) for shape in shapes] == [
@@ -162,6 +163,7 @@ def test_blocks_lie_inside_of_rows() -> None:
     assert moments_of((64, 100), torch.bfloat16) == (torch.bfloat16, 0)
 
 
+@pytest.mark.same_on_every_cpu
 def test_scales_lie_where_their_weights_do() -> None:
     """Shards of mesh.cpu_offload lie on another device than their mesh; here fake ones, the other way round."""
     with fake_world(MeshShape(1, 2, 1)):
@@ -279,6 +281,7 @@ def test_the_kernel_of_a_gpu_is_one_graph_with_the_same_numbers(
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize("maker", [adamw_8bit, adamw_bf16], ids=["8bit", "bf16"])
 def test_a_gpu_has_one_graph_for_matrices_of_all_shapes(
     maker: Any, monkeypatch: pytest.MonkeyPatch
@@ -306,6 +309,7 @@ def test_a_gpu_has_one_graph_for_matrices_of_all_shapes(
     assert counted == [2, 2]
 
 
+@pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("shape", "here", "offsets", "runs"),
     [
@@ -375,6 +379,7 @@ def test_a_part_is_rounded_as_it_is_in_the_whole() -> None:
     assert not torch.equal(random_bits(torch.tensor([0]), (12, 8), seeds, 2), whole)
 
 
+@pytest.mark.same_on_every_cpu
 def test_no_index_is_cast_to_32_bits() -> None:
     """inductor chooses the width of an index itself, and drops a cast of one: what is cast must be
     a value, which a bitwise operation makes of it.
