@@ -231,7 +231,7 @@ def test_what_prepare_writes_is_whole_or_absent(
     whole = tmp_path / "whole"
     operate(whole)
     num_raised = 0
-    for root, raised in each_fault(tmp_path / "faults", operate, number, every=every):
+    for root, raised in each_fault(tmp_path / "faults", operate, number, every=2 * every - 1):
         assert files_in(root).items() <= files_in(whole).items()
         if raised:
             num_raised += 1

@@ -24,9 +24,9 @@ def resident(worker: Any) -> int:
 
 @pytest.mark.system
 def test_workers_hold_no_more_after_many_large_images(tmp_path: Path) -> None:
-    """Images of 6 MiB of pixels: after 10 packs and after 120 a worker is as large."""
+    """Images of 2 MiB of pixels: after 10 packs and after 120 a worker is as large."""
     for number in range(4):
-        draw(tmp_path / f"{number}.png", 1600, 1300, seed=number)
+        draw(tmp_path / f"{number}.png", 1000, 800, seed=number)
     lines = []
     for row in range(120):
         asked = [{"type": "image", "image": f"{row % 4}.png"}, {"type": "text", "text": "a?"}]
@@ -48,5 +48,5 @@ def test_workers_hold_no_more_after_many_large_images(tmp_path: Path) -> None:
     early = max(sizes[10:30])
     assert early > 0
     # an image kept of each pack would be ten times as much; an allocator keeps a few
-    kept = 1600 * 1300 * 3 * len(sizes[30:])
+    kept = 1000 * 800 * 3 * len(sizes[30:])
     assert max(sizes[30:]) < early + kept / 10

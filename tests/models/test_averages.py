@@ -27,6 +27,7 @@ from tests.attention.families import VOCAB
 from tests.models.test_policy import gradients, plain, save_model
 from tests.ranks import run_ranks
 from tests.runs import losses, train
+from tests.tiers import only_in_ci
 
 Row = dict[str, Any]
 LOSSES: dict[str, Loss] = {
@@ -133,7 +134,7 @@ def test_averages_are_their_textbook_forms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["mesh.cp=2", "mesh.dp_shard=2", pytest.param("mesh.strategy=ddp", marks=pytest.mark.system)],
+    ["mesh.cp=2", *only_in_ci("mesh.dp_shard=2", "mesh.strategy=ddp")],
 )
 def test_two_ranks_average_as_one(layout: str, tmp_path: Path) -> None:
     for found in run_ranks(errors, 2, save_model("llama", tmp_path), layout):

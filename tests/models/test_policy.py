@@ -279,7 +279,7 @@ def test_each_loss_is_its_textbook_form(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=pytest.mark.system if name in ("ddp", "tp") else ())
+        pytest.param(name, marks=() if name == "cp" else pytest.mark.system)
         for name in LAYOUTS
     ],
 )

@@ -59,14 +59,18 @@ def largest_difference(
     rank: int, world: int, cases: list[tuple[Config, torch.dtype]]
 ) -> list[float]:
     """Of each case, between this mesh and one process; -1 where names, dtypes or shapes differ. The first is read by
-    one rank after the other, as by many hosts: no collective is inside.
+    one rank after the other, as by many hosts: no collective is inside. All ranks are given the gathered weights, and
+    rank 0 compares them.
     """
     parallel_mesh.HOSTS_AT_ONCE = 1
-    return [_difference(*case) for case in cases]
+    return [_difference(rank, *case) for case in cases]
 
 
-def _difference(config: Config, dtype: torch.dtype) -> float:
-    got, want = (weights(config, mesh, dtype) for mesh in (init_mesh(config.mesh), ALONE))
+def _difference(rank: int, config: Config, dtype: torch.dtype) -> float:
+    got = weights(config, init_mesh(config.mesh), dtype)
+    if rank:
+        return 0.0
+    want = weights(config, ALONE, dtype)
     if {n: (x.dtype, x.shape) for n, x in got.items()} != {
         n: (x.dtype, x.shape) for n, x in want.items()
     }:
