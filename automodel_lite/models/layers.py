@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -28,6 +29,8 @@ from automodel_lite import compat
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import backend_of, strict_graphs
+
+Found = TypeVar("Found")
 
 _ATTENTIONS = (
     "flash_attention",
@@ -85,10 +88,12 @@ class Recomputed:
         moved = saved_tensors_hooks(to_host, from_host) if self.how == "offload" else nullcontext()
         with moved:
             return WithContext(checkpoint)(
-                self._repeated, *args, use_reentrant=False, **self.contexts, **kwargs
+                self._repeated, FirstRun(), *args, use_reentrant=False, **self.contexts, **kwargs
             )
 
-    def _repeated(self, *args: Any, **kwargs: Any) -> Any:
+    def _repeated(self, first: FirstRun, *args: Any, **kwargs: Any) -> Any:
+        first.begin()
+        _FIRST_RUN.set(first)  # in the context of this layer's runs (WithContext)
         try:
             return self.forward(*args, **kwargs)
         except RuntimeError as error:
@@ -98,6 +103,35 @@ class Recomputed:
                 f"training.activation_checkpointing={self.how} keeps results of products, and this "
                 "model's layers change them in place: set full or none."
             ) from None
+
+
+class FirstRun:
+    """What a layer's first run found out and its recomputation takes from it, in order."""
+
+    def __init__(self) -> None:
+        self._found: list[Any] = []
+        self._num_taken = 0
+
+    def begin(self) -> None:
+        self._num_taken = 0
+
+    def take(self, find: Callable[[], Any]) -> Any:
+        if self._num_taken == len(self._found):
+            self._found.append(find())
+        self._num_taken += 1
+        return self._found[self._num_taken - 1]
+
+
+_FIRST_RUN: ContextVar[FirstRun | None] = ContextVar("first_run", default=None)
+
+
+def once(find: Callable[[], Found]) -> Found:
+    """Returns what `find` returns: in a layer that is recomputed, what it returned in the first
+    run. For what costs a wait, or has to be the same; it is kept until the backward pass, so it has
+    no gradient.
+    """
+    first = _FIRST_RUN.get()
+    return find() if first is None else first.take(find)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

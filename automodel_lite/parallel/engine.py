@@ -22,6 +22,7 @@ from automodel_lite.config.sizes import model_axes, without
 from automodel_lite.errors import ConfigError, one_line
 from automodel_lite.models.layers import decoder_layers
 from automodel_lite.models.loss_model import LossModel
+from automodel_lite.parallel.expert_dispatch import ExpertDispatch
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_axes
 
 
@@ -116,15 +117,17 @@ def _deal_experts(
     replicated = {"dp_replicate": shape.dp_replicate} if shape.dp_replicate > 1 else {}
     sharded = replicated | {"efsdp": axes.efsdp_size}
     experts = open_axes(mesh.device, sharded | {"ep": shape.ep}, mesh.timeout)
+    units: list[tuple[str, Any]] = list(lm.named_modules())
+    units = [(name, unit) for name, unit in units if plan.get(name) == "ep_dispatch_experts"]
+    dispatches = [ExpertDispatch(unit, experts["ep"], mesh.root["tp"]) for _, unit in units]
     with _naming_axes(shape):
         apply_expert_parallelism(lm, experts["ep"], mesh.root["tp"], plan)
     # Experts are units of their own, so that the layers' FSDP leaves them alone. An expert has
     # seen the tokens of all batches: its gradient is divided by their number, after a sum where
     # copies of it exist, as in transformers' engine.
-    units: list[tuple[str, Any]] = list(lm.named_modules())
-    for name, module in units:
-        if plan.get(name) == "ep_dispatch_experts":
-            fully_shard(module, mesh=experts[tuple(sharded)], mp_policy=policy)
-            module.set_gradient_divide_factor(float(axes.dp_size))
-            if axes.efsdp_size > 1:
-                module.set_force_sum_reduction_for_comms(True)
+    for (_, module), dispatch in zip(units, dispatches, strict=True):
+        dispatch.install()
+        fully_shard(module, mesh=experts[tuple(sharded)], mp_policy=policy)
+        module.set_gradient_divide_factor(float(axes.dp_size))
+        if axes.efsdp_size > 1:
+            module.set_force_sum_reduction_for_comms(True)

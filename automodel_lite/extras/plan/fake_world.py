@@ -37,6 +37,7 @@ from automodel_lite.extras.plan.tracker import (
 )
 from automodel_lite.models.sharded import Spread
 from automodel_lite.models.source import CausalLM, describe
+from automodel_lite.parallel import row_counts
 from automodel_lite.parallel.mesh import Mesh, MeshShape, open_mesh
 from automodel_lite.parts.kernels.varlen import VarlenAttention
 from automodel_lite.parts.optimizers import adamw
@@ -252,6 +253,8 @@ def as_on_a_gpu(held: MemoryTracker) -> Iterator[None]:
         patch.object(torch, "tensor", made_there),
         patch.object(StridedShard, "local_shard_size_and_offset", places_on_host),
         patch.object(fully_shard_module, "_get_device_from_mesh", lambda mesh: GPU),
+        # there is no stream beside that of the operations
+        patch.object(row_counts, "exchange_counts", row_counts.exchange_at_once),
         patch.object(fsdp_param_group, "foreach_all_gather", beside(gather)),
         patch.object(fsdp_param_group, "foreach_reduce", beside(reduce)),
         patch.object(adamw, "update", update),
