@@ -62,6 +62,8 @@ class MeshConfig:
     tp: Positive = 1  # processes that share each layer's heads and columns (tensor parallel)
     # processes, out of dp_shard x cp x tp, that share the experts (expert parallel)
     ep: Positive = 1
+    # send rows to experts under another micro-batch's products; never measured on a GPU
+    ep_overlap: bool = False
     # auto = fsdp, or none with one process whose weights are not offloaded
     strategy: Annotated[str, OneOf(("auto", "fsdp", "ddp", "none"))] = "auto"
     cp_exchange: Annotated[str, OneOf(EXCHANGES, takes_code=True)] = "auto"

@@ -42,6 +42,7 @@ from torch import Tensor
 from automodel_lite.attention.kernel import AttentionKernel, BlockKernel, refuse
 from automodel_lite.attention.spec import LayerShape
 from automodel_lite.errors import ConfigError
+from automodel_lite.parallel.turns import hand_over, takes_turns
 from automodel_lite.tensors import Tensors
 from automodel_lite.thd import AttentionInputs
 
@@ -91,7 +92,12 @@ class AllToAll(torch.autograd.Function):
         received = rows.new_empty(
             len(rows) if counts_in is None else sum(counts_in), *rows.shape[1:]
         )
-        dist.all_to_all_single(received, rows.contiguous(), counts_in, counts_out, group=group)
+        work = dist.all_to_all_single(
+            received, rows.contiguous(), counts_in, counts_out, group=group, async_op=takes_turns()
+        )
+        if work is not None:  # rows travel while another micro-batch computes
+            hand_over()
+            work.wait()
         return received
 
     @staticmethod

@@ -128,6 +128,19 @@ class ParallelModel:
             return self.module.no_sync()
         return nullcontext() if self.weights is None else self.weights.accumulating(is_last)
 
+    def add_up_gradients(self) -> None:
+        """Adds to the sum over micro-batches what the second of two that took turns has left.
+
+        FSDP adds up behind the backward pass of a layer that it knows of, the first one's. What
+        comes later would be added in the compute dtype to the gradients of the next micro-batch.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                group = module._get_fsdp_state()._fsdp_param_group
+                if group is not None:
+                    group.post_backward()
+                    group._training_state = FsdpTrainingState.IDLE
+
     def free_gathered(self) -> None:
         """Shards parameters again that a forward pass without a backward pass has left whole."""
         for module in self.module.modules():

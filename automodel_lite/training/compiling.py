@@ -106,6 +106,8 @@ def why_uncompiled(parts: RunParts, model: ParallelModel) -> str:
     """Returns why layers run without graphs though one may compile; raises ConfigError where
     training.compile=true asks for graphs.
     """
+    if parts.mesh.ep_overlap:  # likewise
+        return "mesh.ep_overlap=true is not tested with graphs"
     if runs_by_rows(model.loss_model.lm):  # which a check has refused with training.compile=true
         return "documents run as rows of many shapes"
     routers = model.loss_model.routers

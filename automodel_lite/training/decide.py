@@ -27,7 +27,7 @@ from automodel_lite.parallel.mesh import MeshShape, choose_strategy
 from automodel_lite.parallel.sharding import choose_precision
 from automodel_lite.telemetry.metrics import STARTUP
 from automodel_lite.training.memory import estimate_memory, gib, gpu_bytes, num_shards
-from automodel_lite.training.rules import check_parts
+from automodel_lite.training.rules import check_pairs, check_parts
 from automodel_lite.training.settings import (
     Decided,
     RunParts,
@@ -64,6 +64,7 @@ def decide(
         decided = replace(decided, of_teacher=frozen)
     if not trains:
         return decided
+    check_pairs(parts, shape.dp)
     gpu = gpu or gpu_bytes(device)
     adapter = adapter_weights(decided, device)
     if gpu and parts.mesh.strategy == "auto":
@@ -95,6 +96,9 @@ def decide_layout(
     strategy = choose_strategy(parts.mesh.strategy, shape, parts.mesh.cpu_offload)
     dtype = choose_precision(parts.training.precision, device)
     check_parts(parts, strategy, device)
+    if parts.mesh.ep_overlap:  # what FSDP frees behind one micro-batch, the other still needs
+        kept = replace(parts.advanced, reshard_after_forward=False, reduce_every_micro_batch=False)
+        parts = replace(parts, advanced=kept)
     kernel, reason = choose_attention(parts.attention, attention_specs(config, device, dtype))
     parts, exchange = with_exchange(parts, config, kernel, dtype)
     described = describe_with(parts.model.settings, partial(describe, config))

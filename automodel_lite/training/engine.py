@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from automodel_lite.parallel.compute_weights import WritesCopies
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parallel.turns import in_turns, pairs_before_last
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.build import BuiltModel
 from automodel_lite.training.optimizers import apply_gradients
@@ -117,15 +119,30 @@ class Engine:
         model = self.model
         inputs = self.with_step_mean(inputs, loss)
         sums = {"loss": torch.zeros((), device=self.mesh.device)}
-        for number, batch in enumerate(inputs, start=1):
-            with model.accumulate(is_last=number == len(inputs)):
-                output = model(batch, loss)
-                lap("forward")
-                # the wrapper takes the mean over ranks: times their number, the gradient is that
-                # of the sum over ranks
-                (output.sum * (model.mean_ranks / divisor)).backward()
-                lap("backward")
-            add_output(sums, output)
+
+        def run_passes(batch: ThdBatch, lap: Callable[[str], None] = no_lap) -> LossOutput:
+            output = model(batch, loss)
+            lap("forward")
+            # the wrapper takes the mean over ranks: times their number, the gradient is that of
+            # the sum over ranks
+            (output.sum * (model.mean_ranks / divisor)).backward()
+            lap("backward")
+            return output
+
+        done = 0
+        groups = pairs_before_last(inputs) if self.decided.mesh.ep_overlap else zip(inputs)
+        for group in groups:
+            done += len(group)
+            with model.accumulate(is_last=done == len(inputs)):
+                if len(group) == 1:
+                    outputs = [run_passes(group[0], lap)]
+                else:
+                    passes = (partial(run_passes, batch) for batch in group)
+                    outputs = in_turns(*passes, device=self.mesh.device)
+                    model.add_up_gradients()
+                    lap("backward")
+            for output in outputs:
+                add_output(sums, output)
         return sums
 
     def with_step_mean(

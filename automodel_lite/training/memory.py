@@ -187,11 +187,12 @@ def _activations(decided: Decided, stream: int) -> float:
         0 if how == "none" else ceil_div(size.num_layers, decided.advanced.recompute_every_layers)
     )
     kept = 0.0 if how == "offload" else local * stream * hidden
-    return (
+    of_one = (
         (size.num_layers - num_recomputed) * layer
         + num_recomputed * kept
         + layer * bool(num_recomputed)
     )
+    return of_one * (1 + decided.mesh.ep_overlap)  # of two that take turns
 
 
 def num_shards(decided: Decided) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from automodel_lite.config.components import missing_package
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import model_axes
+from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError, UserError
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
@@ -25,6 +26,7 @@ def check_parts(parts: RunParts, strategy: str, device: torch.device) -> None:
     """Raises ConfigError with a line for each of the combinations that do not work."""
     problems: list[ConfigError] = [
         *_axes_rules(parts, strategy),
+        *_overlap_rules(parts),
         *_compile_rules(parts),
         *_fp8_rules(parts),
     ]
@@ -55,7 +57,7 @@ def _axes_rules(parts: RunParts, strategy: str) -> Iterator[ConfigError]:
         )
     if has_axes and not find_spec("transformers.distributed.expert_parallel"):
         yield ConfigError(
-            f"{axes} needs transformers 5.21 or newer, and {transformers.__version__} is installed",
+            f"{axes} needs transformers 5.22 or newer, and {transformers.__version__} is installed",
             key=axis,
             cure="pip install -U transformers, or use mesh.dp_shard",
         )
@@ -82,6 +84,69 @@ def _axes_rules(parts: RunParts, strategy: str) -> Iterator[ConfigError]:
             f"mesh.cpu_offload=true with {axes} is not supported",
             key="mesh.cpu_offload",
             cure="use mesh.dp_shard, or set mesh.cpu_offload=false",
+        )
+
+
+def _overlap_rules(parts: RunParts) -> Iterator[ConfigError]:
+    """Yields what two micro-batches that take turns do not go with."""
+    mesh = parts.mesh
+    advanced = parts.advanced
+    if not mesh.ep_overlap:
+        return
+    key = "mesh.ep_overlap"
+    overlap = f"{key}=true"
+    off = f"set {key}=false"
+    if mesh.ep == 1:
+        yield ConfigError(
+            f"{overlap} sends rows to experts of other ranks, and mesh.ep=1 has none",
+            key=key,
+            cure=f"set mesh.ep=2 or more, or {key}=false",
+        )
+    for name in ("tp", "cp"):
+        size = getattr(mesh, name)
+        if size > 1:
+            yield ConfigError(
+                f"{overlap} with mesh.{name}={size} is not supported",
+                key=key,
+                cure=f"use mesh.dp_shard, or {off}",
+            )
+    if advanced.reduce_every_micro_batch is True:
+        yield ConfigError(
+            f"{overlap} leaves gradients to the last micro-batch",
+            key=key,
+            cure=f"set advanced.reduce_every_micro_batch=false, or {key}=false",
+        )
+    if advanced.reshard_after_forward is True:
+        yield ConfigError(
+            f"{overlap} has two micro-batches in a layer, whose weights stay gathered",
+            key=key,
+            cure=f"set advanced.reshard_after_forward=false, or {key}=false",
+        )
+    if parts.model.router_aux_loss:
+        yield ConfigError(
+            f"{overlap} with model.router_aux_loss={parts.model.router_aux_loss}: each router "
+            "remembers one micro-batch",
+            key=key,
+            cure=f"set model.router_aux_loss=0, or {key}=false",
+        )
+    if parts.training.compile is True:
+        yield ConfigError(
+            f"{overlap} is not tested with training.compile=true",
+            key=key,
+            cure=f"set training.compile=false, or {key}=false",
+        )
+
+
+def check_pairs(parts: RunParts, dp_size: int) -> None:
+    """Raises ConfigError for a step without two micro-batches that could take turns."""
+    micro_steps = batch_shape(parts.training, dp_size).micro_steps
+    if parts.mesh.ep_overlap and micro_steps < 3:
+        least = 3 * dp_size * parts.training.micro_batch_size
+        raise ConfigError(
+            "mesh.ep_overlap=true needs 3 micro-batches in a step, as the last one runs alone, and "
+            f"there are {micro_steps}",
+            key="mesh.ep_overlap",
+            cure=f"set training.global_batch_size={least} or more, or mesh.ep_overlap=false",
         )
 
 

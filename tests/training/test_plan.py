@@ -91,6 +91,23 @@ BF16 = {"training__precision": "bf16", "training__master_weights": "bf16", "opti
 REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "experts without fsdp": ({"mesh__ep": 2}, "ddp", "mesh.ep", "fsdp"),
     "experts and adapters": ({"mesh__ep": 2, "peft": PEFT}, "fsdp", "mesh.ep", "mesh.dp_shard"),
+    "turns without experts": ({"mesh__ep_overlap": True}, "fsdp", "mesh.ep_overlap", "mesh.ep=2"),
+    **{
+        f"turns and {name}": (
+            {"mesh__ep": 2, "mesh__ep_overlap": True, name: value},
+            "fsdp",
+            "mesh.ep_overlap",
+            cure,
+        )
+        for name, value, cure in [
+            ("mesh__tp", 2, "mesh.dp_shard"),
+            ("mesh__cp", 2, "mesh.dp_shard"),
+            ("advanced__reduce_every_micro_batch", True, "advanced.reduce_every_micro_batch=false"),
+            ("advanced__reshard_after_forward", True, "advanced.reshard_after_forward=false"),
+            ("model__router_aux_loss", 0.1, "model.router_aux_loss=0"),
+            ("training__compile", True, "training.compile=false"),
+        ]
+    },
     "experts offloaded": (
         {"mesh__ep": 2, "mesh__cpu_offload": True},
         "fsdp",

@@ -223,10 +223,8 @@ def test_tensor_parallel_ranks_hold_a_part_of_each_layer(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("tp", "ep"), [(1, 4), (2, 1)])
-def test_experts_are_dealt_over_ranks(tp: int, ep: int) -> None:
-    """Or cut: torch reads the rows of a shard of fused gates and values from a tensor, which has none here."""
-    experts = transformers.Qwen3MoeConfig(
+def few_experts() -> transformers.PretrainedConfig:
+    return transformers.Qwen3MoeConfig(
         hidden_size=64,
         moe_intermediate_size=128,
         num_hidden_layers=2,
@@ -238,6 +236,41 @@ def test_experts_are_dealt_over_ranks(tp: int, ep: int) -> None:
         vocab_size=256,
         decoder_sparse_step=1,
     )
+
+
+def test_two_micro_batches_that_take_turns_hold_twice_the_activations_and_send_the_same() -> None:
+    turns = ("mesh.ep_overlap=true", "advanced.reshard_after_forward=false")
+    axes = (
+        "mesh.dp_shard=2",
+        "mesh.ep=2",
+        "training.global_batch_size=8",
+        "training.micro_batch_size=1",
+    )
+    gathered = "advanced.reshard_after_forward=false"
+    shape = MeshShape(1, 2, 1, 1, 2)
+    one, two = (
+        simulate(parts(*axes, *more), few_experts(), shape, is_whole=False)
+        for more in ([gathered], turns)
+    )
+    rows = [
+        {
+            x: times
+            for x, times in found.work["micro"].items()
+            if isinstance(x, Message) and not x.is_parallel
+        }
+        for found in (one, two)
+    ]
+    assert rows[0] == rows[1]
+    # of a micro-batch; the rest, weights and gradients, are held once
+    grown = two.at_peak["activations"] / one.at_peak["activations"]
+    assert 1.7 < grown < 2.1
+    assert two.weights == one.weights
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 4), (2, 1)])
+def test_experts_are_dealt_over_ranks(tp: int, ep: int) -> None:
+    """Or cut: torch reads the rows of a shard of fused gates and values from a tensor, which has none here."""
+    experts = few_experts()
     shape = MeshShape(1, 4 // tp, 1, tp, ep)
     axes = [f"mesh.dp_shard={4 // tp}", f"mesh.tp={tp}", f"mesh.ep={ep}"]
     found = simulate(parts(*axes, f"training.global_batch_size={4 // tp}"), experts, shape)

@@ -36,6 +36,7 @@ from automodel_lite.telemetry.metrics import peak_of
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.decide import decide_layout
 from automodel_lite.training.memory import estimate_memory
+from automodel_lite.training.rules import check_pairs
 from automodel_lite.training.settings import Decided, RunParts, with_recomputation
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -222,6 +223,7 @@ def make_plans(
             plan = decide_layout(
                 placed(job, layout), job.config, layout.shape, torch.device("cuda")
             )
+            check_pairs(plan, layout.shape.dp)
             adapter = 0 if job.parts.peft else None
             found = least_recomputation(plan, capacity, pattern, adapter, job.batch(plan))
         except CountError as error:
@@ -382,9 +384,17 @@ def _step_seconds(
     visible = {window: job.visible(window) for window in windows}
     is_compiled = parts.training.compile is not False
     seconds = dict.fromkeys(("products", "attention", "memory", "links", "exchange", "update"), 0.0)
-    for name, times in (("micro", layout.micro_steps - 1), ("last", 1), ("update", 1)):
+    alone = layout.micro_steps - 1
+    in_turns = 0
+    if parts.mesh.ep_overlap:  # two by two
+        in_turns = alone // 2 * 2
+        alone -= in_turns
+    counted = [("micro", alone, False), ("micro", in_turns, True)]
+    counted += [("last", 1, False), ("update", 1, False)]
+    for name, times, is_hidden in counted:
         found = computing_s(step.work[name], job.gpu, measured, visible, is_compiled)
-        for key, value in (found | _links_s(job, step.work[name], sum(found.values()))).items():
+        links = _links_s(job, step.work[name], sum(found.values()), is_hidden)
+        for key, value in (found | links).items():
             seconds[key] += times * value
     return seconds
 
@@ -423,9 +433,11 @@ def computing_s(
     return found
 
 
-def _links_s(job: Job, work: Work, computing: float) -> dict[str, float]:
+def _links_s(job: Job, work: Work, computing: float, is_hidden: bool = False) -> dict[str, float]:
     """Returns the seconds of messages, beside so many of computation: of what travels beside it, a
     layer's share is waited for at the begin, and all that takes longer than the computation.
+
+    is_hidden  all messages travel beside it: another micro-batch computes
     """
     parallel = 0.0
     exchange = 0.0
@@ -433,7 +445,7 @@ def _links_s(job: Job, work: Work, computing: float) -> dict[str, float]:
         if not isinstance(one, Message):
             continue
         took = times * one.bytes / job.bandwidth(one.extent)
-        if one.is_parallel and job.gpu.overlaps:
+        if (one.is_parallel or is_hidden) and job.gpu.overlaps:
             parallel += took
         else:
             exchange += took + times * job.gpu.latency_s

@@ -78,7 +78,9 @@ def least_recomputation(
     full = counted(FULL) if may_fit(FULL) else None
     if full and full.peak <= capacity:
         kept = kept or counted(NONE)
-        for rung in LADDER[1:-2]:
+        # what a layer is spared is counted of one micro-batch, not of two that take turns
+        between = () if plan.mesh.ep_overlap else LADDER[1:-2]
+        for rung in between:
             if (step := recompute_every(rung[1], kept, full, pattern)).peak <= capacity:
                 return rungs[rung], step
         return rungs[FULL], full

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -48,9 +49,11 @@ from automodel_lite.models.layers import decoder_layers, recompute_layers
 from automodel_lite.models.settings import experts_per_token
 from automodel_lite.parallel.mesh import Mesh, MeshShape
 from automodel_lite.parallel.sharding import ParallelModel
+from automodel_lite.parallel.turns import in_turns
 from automodel_lite.run.checkpoint import flat_state
 from automodel_lite.run.weight_files import gathered_files, groups_of, plan_files
 from automodel_lite.thd import ThdBatch
+from automodel_lite.training import engine as engine_room
 from automodel_lite.training.build import assemble
 from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.decide import decide_layout
@@ -178,7 +181,7 @@ def simulate(
                 around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
                 if sharded.images is not None:
                     inputs, around = _with_values(inputs, sharded, held)
-                gradients = _step(engine, inputs, held, around)
+                gradients = _step(engine, inputs, fake, held, around)
                 if is_whole:
                     held.enter("save")
                     flat_state(model.loss_model, optimizer)
@@ -251,11 +254,12 @@ def _with_values(
 def _step(
     engine: TrainingEngine,
     inputs: ThdBatch,
+    fake: FakeTensorMode,
     held: MemoryTracker,
     around: contextlib.AbstractContextManager[Any],
 ) -> int:
-    """An optimizer step of at most two micro-batches, with states that exist; returns the bytes of
-    its gradients.
+    """An optimizer step of at most two micro-batches, or of two that take turns and one, with
+    states that exist; returns the bytes of its gradients.
 
     around  what its micro-batches run in
     """
@@ -296,7 +300,19 @@ def _step(
     # micro-batches before the last are alike: two stand for any number
     dp = engine.mesh.shape.dp
     asked = global_batch_size_of(training, dp) // (training.micro_batch_size * dp)
-    num_micro = min(2, asked)
+    takes_turns = parts.mesh.ep_overlap
+    num_micro = 3 if takes_turns else min(2, asked)
+
+    def in_counted_turns(
+        first: Callable[[], Any], second: Callable[[], Any], device: torch.device
+    ) -> list[Any]:
+        """A thread of its own has neither mode."""
+
+        def counted() -> Any:
+            with fake, held:
+                return second()
+
+        return in_turns(first, counted, torch.device("cpu"))
 
     def lap(phase: str) -> None:
         if phase == "forward":
@@ -308,8 +324,10 @@ def _step(
     held.part = "micro" if num_micro > 1 else "last"
     gc.collect()  # what was made on the way here, in cycles, is no part of a step
     held.enter("forward")
-    with around:
+    with around, patch.object(engine_room, "in_turns", in_counted_turns):
         sums = engine.forward_backward([inputs] * num_micro, lap=lap)
+    if takes_turns:  # the work of two
+        held.work["micro"] = Counter({one: times / 2 for one, times in held.work["micro"].items()})
     gradients = _local_bytes(p.grad for p in model.parameters() if p.grad is not None)
     held.enter("optimizer")
     held.part = "update"

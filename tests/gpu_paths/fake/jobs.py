@@ -213,28 +213,32 @@ def _rank(place: dict[str, str], raw: Any, strict_from: int, screen: str) -> Non
 
 
 def _share_tokens_equally() -> None:
-    """Transformers reads from the device how many tokens go to each rank's experts: here each gets as many."""
-    from transformers.distributed.expert_parallel import AllToAllEP
+    """The host reads from the device how many tokens go to each rank's experts: here each gets as many."""
+    from automodel_lite.parallel.expert_dispatch import ExpertDispatch
 
-    dispatch = AllToAllEP._dispatch_tokens
+    forward = ExpertDispatch.__call__
     read = torch.Tensor.tolist
 
-    def dispatch_equally(self: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
-        tp, ep = self.tp_mesh, self.ep_mesh
+    def forward_equally(self: Any, hidden: Any, chosen: Any, weights: Any) -> Any:
         sizes = split_sizes(
-            len(chosen), chosen.shape[-1], tp.size(), ep.size(), ep.get_local_rank()
+            len(chosen),
+            chosen.shape[-1],
+            self.tp.size(),
+            self.ep.size(),
+            self.ep.get_local_rank(),
         )
 
         def equal(counts: torch.Tensor) -> Any:
-            return sizes if counts.shape == (2, ep.size()) else read(counts)
+            found = read(counts)  # an error where the host would wait for them
+            return sizes if counts.shape == (2, self.ep.size()) else found
 
         torch.Tensor.tolist = equal  # type: ignore[method-assign]
         try:
-            return dispatch(self, hidden, chosen, weights)
+            return forward(self, hidden, chosen, weights)
         finally:
             torch.Tensor.tolist = read  # type: ignore[method-assign]
 
-    AllToAllEP._dispatch_tokens = dispatch_equally
+    ExpertDispatch.__call__ = forward_equally  # type: ignore[method-assign]
 
 
 def split_sizes(

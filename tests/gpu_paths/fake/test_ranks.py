@@ -66,6 +66,23 @@ def test_compiled_layers_of_two_ranks(options: tuple[str, ...], tmp_path: Path) 
     train_on(2, tmp_path / "run", COMPILED, *options, *QUIET)
 
 
+@needs_engine
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_expert_parallel_steps_wait_for_their_row_counts_alone(
+    recomputed: str, tmp_path: Path
+) -> None:
+    """What reads a tensor, or copies it to memory that is not pinned, is an error."""
+    options = ("mesh.ep=2", f"training.activation_checkpointing={recomputed}", *EXPERTS)
+    train_on(2, tmp_path / "run", EAGER, *options, *QUIET, strict_from=4)
+
+
+@needs_engine
+def test_two_micro_batches_take_turns(tmp_path: Path) -> None:
+    options = ("mesh.ep=2", "mesh.ep_overlap=true", "training.global_batch_size=8", *EXPERTS)
+    batch = ("training.micro_batch_size=1", "training.activation_checkpointing=full")
+    train_on(2, tmp_path / "run", EAGER, *options, *batch, *QUIET, strict_from=4)
+
+
 def test_fp8_weights_are_gathered_in_fp8(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     wide = ("model.config.hidden_size=256", "model.config.intermediate_size=512")
