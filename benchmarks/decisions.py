@@ -20,8 +20,9 @@ import torch
 
 from automodel_lite import install_attention
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.decisions import DecisionStyle
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parts.losses.decisions import Decisions

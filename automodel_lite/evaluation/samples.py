@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from automodel_lite.config.schema import SamplesConfig
 from automodel_lite.data.feeding.source import PackSource
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.stop_tokens import stop_ids
-from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.evaluation.generator import prompt_ids
 from automodel_lite.parallel.mesh import Mesh
 from automodel_lite.parallel.sharding import ParallelModel

@@ -24,9 +24,9 @@ from automodel_lite.config.schema import TRAIN_ON, TokenizeConfig, TrainOn
 from automodel_lite.data.packing.packs import join_packs
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.readers import placed
+from automodel_lite.data.tokens.chunks import DocumentTokenizer, TokenizeJob
 from automodel_lite.data.tokens.findings import check_set
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.data.tokens.tokenize import DocumentTokenizer, TokenizeJob
 from automodel_lite.errors import ConfigError, RunStoppedError
 from automodel_lite.run.folder import RunFolder
 from automodel_lite.thd import ThdBatch, to_thd

@@ -19,13 +19,12 @@ from automodel_lite.config.sizes import ceil_div
 from automodel_lite.data.cache import Key, build_once, cache_root, entry_folder, find_damage
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.reading.documents import Documents, DocumentSet
+from automodel_lite.data.tokens.chunks import CHUNK_DOCUMENTS, TokenizeJob
 from automodel_lite.data.tokens.findings import Findings, check_set
 from automodel_lite.data.tokens.token_rows import RowsWriter, load_rows, row_dataset
 from automodel_lite.data.tokens.tokenize import (
-    CHUNK_DOCUMENTS,
     FINDINGS,
     HASHES,
-    TokenizeJob,
     job_of,
     read_findings,
     rows_key,

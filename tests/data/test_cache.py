@@ -17,7 +17,8 @@ from automodel_lite.data import cache
 from automodel_lite.data.cache import CacheEntry, build_once, find_damage
 from automodel_lite.data.prepare import build_documents
 from automodel_lite.data.reading.documents import DocumentList
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.toy_chat import ToyChat
 from tests.data.templates import MARKED, byte_tokenizer

@@ -17,8 +17,9 @@ from automodel_lite.columns import COLUMNS, Column
 from automodel_lite.data.packing.packs import PackedDataset, Packer, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments, flatten
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.fused_head import linear_cross_entropy
 from automodel_lite.models.loss import (

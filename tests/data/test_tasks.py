@@ -17,7 +17,7 @@ import pytest
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.planned import PlannedPacks
 from automodel_lite.data.prepare import check_sizes, prepare_data
-from automodel_lite.data.tokens import tokenize
+from automodel_lite.data.tokens import chunks
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras import tasks
 from automodel_lite.training.settings import build_parts
@@ -69,7 +69,7 @@ def plan_of(config: Config) -> str:
 def test_tasks_in_any_order_make_the_bytes_and_the_plan_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tokenize, tasks):
+    for module in (chunks, tasks):
         monkeypatch.setattr(module, "CHUNK_DOCUMENTS", 8)
     write_chats(tmp_path / "chats.jsonl", 100)
     one, many = (config_in(tmp_path / name, tmp_path / "chats.jsonl") for name in ("one", "many"))

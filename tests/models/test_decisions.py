@@ -19,8 +19,9 @@ from automodel_lite.data.formats.decisions import Decision, decisions_of, record
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.decisions import DecisionStyle, order_of
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import DataError
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_lite.config.schema import TokenizeConfig
-from automodel_lite.data.tokens.tokenize import TokenizeJob
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.samples import text_prompt
 from automodel_lite.run.ending import ending_of

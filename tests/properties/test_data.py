@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.chat import ChatRenderer
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.encode import Renderer
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap
 from tests.data.templates import LLAMA3, byte_tokenizer

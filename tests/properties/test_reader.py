@@ -23,7 +23,8 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor
 from automodel_lite.data.packing.packs import Packer
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh

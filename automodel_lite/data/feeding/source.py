@@ -20,8 +20,8 @@ from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.packing.packs import Batch, PackedDataset, Packer
 from automodel_lite.data.packing.report import PackingReport
 from automodel_lite.data.reading.documents import Documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import DocumentReader, members_of
-from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.errors import ConfigError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import Mesh

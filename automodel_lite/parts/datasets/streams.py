@@ -59,15 +59,10 @@ from automodel_lite.data.reading.files import (
 from automodel_lite.data.reading.paths import KINDS, FileStamp, kind_of
 from automodel_lite.data.reading.readers import Placed, RawRows, placed
 from automodel_lite.data.reading.tables import without_nulls
+from automodel_lite.data.tokens.chunks import DocumentTokenizer, TokenizeJob
 from automodel_lite.data.tokens.findings import check_set, limit_exceeded
 from automodel_lite.data.tokens.token_rows import flatten
-from automodel_lite.data.tokens.tokenize import (
-    DocumentTokenizer,
-    TokenizeJob,
-    job_of,
-    tokenization_notes,
-    tokenize_sets,
-)
+from automodel_lite.data.tokens.tokenize import job_of, tokenization_notes, tokenize_sets
 from automodel_lite.data.tokens.tokenizer import padding_id
 from automodel_lite.data.tokens.trees import trees_of
 from automodel_lite.errors import (

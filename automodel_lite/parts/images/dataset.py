@@ -22,7 +22,7 @@ from automodel_lite.data.reading.files import FilesDataset, OpenedRows, sniff_co
 from automodel_lite.data.reading.paths import KINDS, kind_of, stamp
 from automodel_lite.data.reading.readers import RawRows, placed
 from automodel_lite.data.reading.tables import DatasetRows
-from automodel_lite.data.tokens.tokenize import TokenizeJob
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.models.source import CausalLM
 from automodel_lite.parts.images.archives import KEY, STRETCHES, index_archive, index_name

@@ -21,13 +21,13 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import Config
 from automodel_lite.data.document import IMAGE
 from automodel_lite.data.packing.packs import PackBatch, PackedDataset, Packer, lay_out_packs
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import (
     DocumentReader,
     LabelSpans,
     TokenizedDocuments,
     flatten,
 )
-from automodel_lite.data.tokens.tokenize import TokenizeJob
 from automodel_lite.errors import DataError
 from automodel_lite.evaluation.samples import Prompt, text_prompt
 from automodel_lite.launched import rank, world_size

@@ -25,7 +25,7 @@ from automodel_lite.attention.kernel import AHEAD_CURE, AheadKernel, refuse
 from automodel_lite.attention.spec import UNPACKED
 from automodel_lite.data.document import IMAGE
 from automodel_lite.data.feeding.source import PackSource
-from automodel_lite.data.tokens.tokenize import DocumentTokenizer
+from automodel_lite.data.tokens.chunks import DocumentTokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.evaluation.questions import IMAGES
 from automodel_lite.parallel.mesh import Mesh

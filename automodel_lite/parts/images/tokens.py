@@ -33,9 +33,9 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.document import IMAGE, Document, Message
 from automodel_lite.data.reading.documents import DocumentSet
 from automodel_lite.data.tokens.chat import ChatRenderer
+from automodel_lite.data.tokens.chunks import DocumentTokenizer, TokenizeJob
 from automodel_lite.data.tokens.encode import Encoder, Renderer
 from automodel_lite.data.tokens.rendering import Rendering
-from automodel_lite.data.tokens.tokenize import DocumentTokenizer, TokenizeJob
 from automodel_lite.errors import ConfigError, DataError, DroppedError, counted, explained
 from automodel_lite.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
 from automodel_lite.models.source import describe

@@ -12,8 +12,9 @@ import pytest
 from automodel_lite.data.packing.packs import PackedDataset
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import TokenizedData, flatten
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError
 from automodel_lite.parts.datasets.memmap import MemmapCorpus, write_memmap

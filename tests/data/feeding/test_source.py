@@ -22,8 +22,9 @@ from automodel_lite.data.feeding.source import (
     packing_dataset,
 )
 from automodel_lite.data.packing.packs import Packer
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import TokenizedData, members_of
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh
 from automodel_lite.parts.datasets.toy_chat import ToyChat

@@ -17,7 +17,8 @@ from automodel_lite.config.schema import DataloaderConfig, MeshConfig, TokenizeC
 from automodel_lite.data.feeding.order import BatchShape
 from automodel_lite.data.feeding.source import Cursor, HostStep
 from automodel_lite.data.packing.packs import Packer
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.models.flops import CostModel
 from automodel_lite.parallel.mesh import init_mesh

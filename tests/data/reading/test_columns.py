@@ -15,7 +15,8 @@ from automodel_lite.data.formats.known import FORMATS
 from automodel_lite.data.reading.columns import detect
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.reading.readers import placed
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from automodel_lite.parts.datasets.streams import StreamingDataset
 from tests.data.templates import MARKED, byte_tokenizer

@@ -25,7 +25,8 @@ import pytest
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading import readers
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import MARKED, byte_tokenizer
 

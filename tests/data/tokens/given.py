@@ -10,8 +10,9 @@ from typing import Any
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import TokenizedData
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from tests.data.templates import MARKED, Family, byte_tokenizer
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.formats.decisions import Decision, decisions_of, record
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.decisions import DecisionRenderer, DecisionStyle, order_of
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import FAMILIES, MARKED, byte_tokenizer

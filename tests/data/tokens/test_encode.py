@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.data.reading.files import FilesDataset
 from automodel_lite.data.tokens.chat import ChatRenderer
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.encode import Encoder
 from automodel_lite.data.tokens.rendering import Rendering
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
 from automodel_lite.parts.datasets.toy_chat import ToyChat

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import DataError
 from tests.data.templates import MARKED, Family, byte_tokenizer
 from tests.data.tokens.given import HELLO, HI, chats, token_file, tokenized

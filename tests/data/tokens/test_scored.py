@@ -14,8 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from automodel_lite.classes import Classes
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import TokenizedData
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.errors import ConfigError, DataError
 from tests.data.templates import LLAMA3, QWEN3, byte_tokenizer
 

@@ -18,14 +18,10 @@ from tokenizers.normalizers import NFC
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.reading.documents import DocumentList
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob, _process_context, tokenize_chunks
 from automodel_lite.data.tokens.findings import mark_trained
 from automodel_lite.data.tokens.token_rows import TokenizedDocuments
-from automodel_lite.data.tokens.tokenize import (
-    TokenizeJob,
-    _process_context,
-    tokenize_chunks,
-    tokenize_documents,
-)
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.data.tokens.tokenizer import train_bpe_tokenizer
 from automodel_lite.errors import DataError
 from automodel_lite.launched import start_ticks
@@ -431,9 +427,9 @@ def test_pairs_of_equal_tokens_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_a_template_that_never_ends_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
-    from automodel_lite.data.tokens import tokenize
+    from automodel_lite.data.tokens import chunks
 
-    monkeypatch.setattr(tokenize, "STALL_S", 0.2)
+    monkeypatch.setattr(chunks, "STALL_S", 0.2)
     slow = MARKED.template.replace(
         "{%- for message",
         "{% if messages | length > 2 %}{% for a in range(99999) %}{% for b in range(300) %}{% endfor %}{% endfor %}{% endif %}{%- for message",

@@ -11,7 +11,8 @@ import torch
 
 from automodel_lite.config.schema import Config
 from automodel_lite.data.reading.files import FilesDataset
-from automodel_lite.data.tokens.tokenize import TokenizeJob, job_of, tokenize_documents
+from automodel_lite.data.tokens.chunks import TokenizeJob
+from automodel_lite.data.tokens.tokenize import job_of, tokenize_documents
 from automodel_lite.data.tokens.tokenizer import (
     check_vocabulary,
     load_tokenizer,

@@ -16,6 +16,7 @@ from automodel_lite.columns import IGNORE_INDEX
 from automodel_lite.config.schema import TokenizeConfig
 from automodel_lite.data.packing.packs import Packer, join_packs
 from automodel_lite.data.reading.files import FilesDataset
+from automodel_lite.data.tokens.chunks import TokenizeJob
 from automodel_lite.data.tokens.token_rows import (
     LabelSpans,
     RowsWriter,
@@ -23,7 +24,7 @@ from automodel_lite.data.tokens.token_rows import (
     flatten,
     load_rows,
 )
-from automodel_lite.data.tokens.tokenize import TokenizeJob, tokenize_documents
+from automodel_lite.data.tokens.tokenize import tokenize_documents
 from automodel_lite.data.tokens.trees import cut_tree, grow_trees
 from automodel_lite.prefix_trees import find_nodes
 from automodel_lite.thd import to_thd
