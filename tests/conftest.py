@@ -26,9 +26,14 @@ COUNTS_MEMORY = (
     "test_tracker.py",
 )
 LONG = (
+    "test_averages.py",
+    "test_compute_weights.py",
     "test_context_parallel.py",
+    "test_faults_of_disks.py",
+    "test_own_words.py",
     "test_plan.py",
     "test_planner.py",
+    "test_policy.py",
     "test_scaling.py",
     "test_sharded_start.py",
     "test_simulation.py",

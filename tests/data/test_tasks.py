@@ -110,7 +110,7 @@ def killed_after(seconds: float, work: Callable[[], object]) -> bool:
 @pytest.mark.system
 def test_tasks_and_the_merge_that_are_killed_make_the_bytes_of_one_process(tmp_path: Path) -> None:
     """SIGKILL at random moments; whoever was killed is begun again until it ends."""
-    write_chats(tmp_path / "chats.jsonl", 9000)
+    write_chats(tmp_path / "chats.jsonl", 4500)
     one, many = (config_in(tmp_path / name, tmp_path / "chats.jsonl") for name in ("one", "many"))
     plan = plan_of(one)
     alone = config_in(tmp_path / "alone", tmp_path / "chats.jsonl")

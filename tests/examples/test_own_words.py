@@ -69,6 +69,7 @@ def test_advantages_and_gradients_are_those_of_the_formula(
         np.testing.assert_allclose(got[name] / largest, grad / largest, atol=1e-4)
 
 
+@pytest.mark.same_on_every_cpu  # by a fifth, which no rounding decides
 def test_a_student_comes_closer_to_its_teachers(own_words: ModuleType, tmp_path: Path) -> None:
     """By the whole divergence at fixed rows, of which no sample is drawn."""
     student = save_model("llama", tmp_path / "student")

@@ -278,10 +278,7 @@ def test_each_loss_is_its_textbook_form(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=() if name == "cp" else pytest.mark.system)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=() if name == "cp" else pytest.mark.system) for name in LAYOUTS],
 )
 @pytest.mark.parametrize("family", ["llama"])
 def test_two_ranks_are_one(
