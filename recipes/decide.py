@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_lite.cli import argument_parser, compose_config, run_tool
+from automodel_lite.cli import argument_parser, compose_config, job, run_tool
+from automodel_lite.cli.line import split
 from automodel_lite.config.check import check_config
+from automodel_lite.config.model_files import check_writes
 from automodel_lite.config.rules import PATH, Range, argument
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, printable
@@ -48,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = exported_folder(args.model, args.checkpoint)
     if not args.checkpoint and (note := older_export(Path(folder))):
         print(note, file=sys.stderr)
+    check_writes(folder)
+    check_asks(args)
 
     from automodel_lite.launched import rank
     from automodel_lite.telemetry.console import Console, quiet_libraries  # --help needs no torch
@@ -86,6 +92,24 @@ def parser() -> argparse.ArgumentParser:
         help="that of probabilities (default: the model's, which decisions.json holds; else 1)",
     )
     return found
+
+
+def check_asks(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a file whose rows are no questions with fixed choices."""
+    typed = {key: value or "" for key, value in map(split, args.settings)}
+    with suppress(ConfigError):  # columns of no format are no questions either
+        if job.rows_of([args.file], typed).preset == "decisions":
+            return
+    run = shlex.quote(args.model)
+    file = shlex.quote(args.file)
+    raise ConfigError(
+        f"{args.file}: its rows are no questions with fixed choices, "
+        '{"state": ..., "question": ..., "options": [...]}',
+        key="file",
+        cure="name their columns, dataset.columns.state=... dataset.columns.question=... "
+        f"dataset.columns.options=...; automodel-lite generate {run} --prompts {file} --out "
+        "answers.jsonl answers questions freely",
+    )
 
 
 def config_of(folder: str, args: argparse.Namespace, written: dict[str, Any]) -> Config:

@@ -17,11 +17,13 @@ from automodel_lite.cli import run_recipe
 if __name__ == "__main__":
     run_recipe("recipes.evaluate:main")
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from automodel_lite.config.components import build
+from automodel_lite.config.components import build, option
+from automodel_lite.config.model_files import run_beside, scores_documents
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
@@ -34,6 +36,7 @@ from automodel_lite.parts.evaluation.tasks import OpenTasks
 from automodel_lite.progress import activity
 from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder, older_export
+from automodel_lite.run.folder import json_object
 from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.tools.load_generator import load_generator
 from automodel_lite.training.build import build_model
@@ -47,6 +50,8 @@ from automodel_lite.training.rules import checked_parts
 from automodel_lite.training.settings import RunParts
 from automodel_lite.training.summary import data_lines
 from automodel_lite.training.world import open_world
+
+_OF_TOKENS = ("loss", "cross_entropy", "perplexity", "token_accuracy")
 
 
 def main(config: Config, checkpoint: str | None = None) -> int:
@@ -133,6 +138,10 @@ def print_losses(
             f"{name}: {shown}, {right:.2%} of the tokens right, of "
             f"{counted(documents, 'document')}",
         )
+        # what another loss than that of tokens finds: of decisions their accuracy
+        own = {key: value for key, value in losses.items() if key not in _OF_TOKENS}
+        if own:
+            console.say("measures", f"{name}: {scores_text({'loss': losses['loss'], **own})}")
 
 
 def scores_text(measures: Mapping[str, float]) -> str:
@@ -158,7 +167,9 @@ def plain_loss_beside(brought: set[str]) -> Loss:
 
 
 def of_folder(config: Config, checkpoint: str | None) -> Config:
-    """With the exported model, of this checkpoint, where model.pretrained is a run's folder."""
+    """With the exported model, of this checkpoint, where model.pretrained is a run's folder; with
+    an adapter on its base.
+    """
     pretrained = config.model["pretrained"]
     if pretrained is None:
         raise ConfigError(
@@ -166,21 +177,30 @@ def of_folder(config: Config, checkpoint: str | None) -> Config:
             "name."
         )
     folder = exported_folder(pretrained, checkpoint)
-    if (Path(folder) / "adapter_config.json").is_file():
+    source = folder
+    peft = config.peft
+    adapter = json_object(Path(folder) / "adapter_config.json")
+    if adapter and scores_documents(Path(folder)):  # its head would begin anew
+        run = shlex.quote(str(run_beside(folder)))
         raise ConfigError(
-            f"model.pretrained={pretrained} is an adapter: python recipes/export_hf.py merges it "
-            "into its base first."
+            f"model.pretrained={pretrained} is an adapter with a score head of its own",
+            key="model.pretrained",
+            cure=f"automodel-lite export {run} merges both into the base: then name {run}",
         )
+    if adapter:  # on its base, as training would go on with it
+        source = str(adapter["base_model_name_or_path"])
+        peft = (peft or option("peft", "lora")) | {"adapter": folder}
     tokenizer = {
         key: folder if value == pretrained else value for key, value in config.tokenizer.items()
     }
-    model = config.model | {"pretrained": folder}
+    model = config.model | {"pretrained": source}
     # Training would begin a head at random; here its numbers would be those of chance.
-    if model.get("head") == "score" and not build(model).has_score_head():
+    is_new = not scores_documents(Path(folder)) and not build(model).has_score_head()
+    if model.get("head") == "score" and is_new:
         raise ConfigError(
             f"model.pretrained={pretrained} has no score head, and model.head=score evaluates one",
             key="model.pretrained",
             cure="train one, automodel-lite train --config-name classify (or reward), or evaluate "
             "the loss of its tokens, --config-name finetune",
         )
-    return replace(config, model=model, tokenizer=tokenizer)
+    return replace(config, model=model, tokenizer=tokenizer, peft=peft)

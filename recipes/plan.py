@@ -68,7 +68,14 @@ from automodel_lite.telemetry.console import Console, quiet_libraries
 from automodel_lite.thd import ThdBatch
 from automodel_lite.training.compiling import worst_case_batch
 from automodel_lite.training.memory import three_digits
-from automodel_lite.training.resolve import MOST_PACK, SIZE, rates, resolve_auto, with_micro_batch
+from automodel_lite.training.resolve import (
+    MOST_PACK,
+    SIZE,
+    from_run,
+    rates,
+    resolve_auto,
+    with_micro_batch,
+)
 from automodel_lite.training.rules import build_on_meta
 from automodel_lite.training.settings import AUTO, RunParts, build_parts
 
@@ -187,6 +194,8 @@ def composed(preset: str, overrides: Sequence[str]) -> Config:
     if OmegaConf.is_missing(raw.dataset, "path"):
         raw.dataset.path = NOT_READ
     config = check_config(raw)
+    # a run is planned as what it has exported
+    config = from_run(config)
     # 0: each layout has its own
     return with_micro_batch(config, config.training.micro_batch_size or 1)
 

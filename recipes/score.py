@@ -20,6 +20,7 @@ if __name__ == "__main__":
     run_recipe("recipes.score:main")
 
 
+from automodel_lite.config.components import build
 from automodel_lite.config.rules import check_folder
 from automodel_lite.config.schema import Config
 from automodel_lite.data.prepare import check_sizes, prepare_data
@@ -50,21 +51,10 @@ def main(config: Config) -> int:
 def compute_values(config: Config) -> int:
     """Scores on the ranks of this job, of which none is left alone."""
     console = Console(is_silent=rank() != 0)
+    check_computed(config)
     config = resolve_auto(config, console)
     parts = checked_parts(config)
     loss = parts.loss
-    if loss.head == "score":
-        raise ConfigError(
-            "automodel-lite score computes values per token ahead of a training",
-            key="loss",
-            cure="automodel-lite evaluate with the same arguments, model.pretrained=runs/..., "
-            "scores a file with a trained score head",
-        )
-    if not (loss.needs_reference or isinstance(loss, DistillTopK)):
-        raise ConfigError(
-            "automodel-lite score computes what loss=distill_topk or loss=dpo needs: add one of "
-            "them."
-        )
     data = prepare_data(config, check_sizes(config, world_size()), parts.packer).planned
     if data is None:
         raise ConfigError(
@@ -104,3 +94,25 @@ def compute_values(config: Config) -> int:
         )
     mesh.close()
     return 0
+
+
+def check_computed(config: Config) -> None:
+    """Raises ConfigError for a loss that asks for no values ahead, whatever its data are."""
+    loss = build(config.loss)
+    if loss.needs_reference or isinstance(loss, DistillTopK):
+        return
+    what = "automodel-lite score computes values per token ahead of a training"
+    if loss.head == "score":
+        raise ConfigError(
+            what,
+            key="loss",
+            cure="automodel-lite evaluate with the same arguments compares a trained score head "
+            "with the labels or pairs of a file",
+        )
+    raise ConfigError(
+        what,
+        key="loss",
+        cure="loss=distill_topk loss.teacher=... for a teacher's likeliest tokens, --config-name "
+        "dpo or kto for a reference; automodel-lite evaluate with the same arguments measures a "
+        "model on a file",
+    )

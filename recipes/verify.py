@@ -14,7 +14,7 @@ against its checkpoint, are written to runs/mine/hf/certificate.json and the mod
 from __future__ import annotations
 
 from automodel_lite.cli import run_recipe
-from automodel_lite.errors import counted
+from automodel_lite.errors import ConfigError, counted
 
 # --help, --cfg and mistakes are answered before torch is imported; this does not return
 if __name__ == "__main__":
@@ -49,6 +49,7 @@ from automodel_lite.extras.verify import (
 )
 from automodel_lite.models.loss import FusedLinearCrossEntropy, PlainLoss
 from automodel_lite.models.settings import number_of_experts
+from automodel_lite.models.source import CausalLM
 from automodel_lite.parallel.mesh import (
     Mesh,
     MeshShape,
@@ -77,6 +78,20 @@ kernel in it.
 """
 
 
+def check_has_no_scores(model: CausalLM) -> None:
+    """Raises ConfigError for a model whose head is not one over tokens, through which losses are
+    compared.
+    """
+    if model.has_score_head():
+        raise ConfigError(
+            f"model.pretrained={model.pretrained} has a score head, and automodel-lite verify "
+            "compares losses of tokens",
+            key="model.pretrained",
+            cure="name the model that it began as, or a run alone, automodel-lite verify RUN, "
+            "which is compared with its own records",
+        )
+
+
 def main(config: Config, card: Path | None = None) -> int:
     """Prints the table, and writes a certificate beside the export of the run `card`; returns the
     exit code.
@@ -102,8 +117,9 @@ class Verification:
         is_plain = isinstance(parts.loss, PlainLoss) and parts.loss.is_plain
         self.replaced = None if is_plain else type(parts.loss).__name__
         if self.replaced:
-            if parts.loss.head == "score":  # the layers below it are those of its base
-                parts.model.head = "lm"
+            if parts.loss.head == "score":
+                check_has_no_scores(parts.model)
+                parts.model.head = "lm"  # the layers below it are those of its base
             parts = replace(parts, loss=FusedLinearCrossEntropy(), teacher=None)
         self.sample: Sample = draw_sample(config, shape)
         # weights in fp32, and products of it: what rounds would hide what is compared

@@ -29,7 +29,7 @@ from automodel_lite.cli.compose import (
     without_hydra,
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
-from automodel_lite.cli.job import Job, job_of, name_of, rows_of, takes_words
+from automodel_lite.cli.job import DATA, MODEL, Job, job_of, name_of, rows_of, takes_words
 from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, split, versions
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset, preset_meant
@@ -209,7 +209,13 @@ def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     """
     runs = [text for text in overrides if "=" not in text and not text.startswith("~")]
     if len(runs) > 1:
-        raise ConfigError(f"{' '.join(runs)}: one run is verified at a time.")
+        model, *data = runs
+        listed = data[0] if len(data) == 1 else f"[{','.join(data)}]"
+        raise ConfigError(
+            f"{' '.join(runs)}: automodel-lite verify RUN compares one run with its own records",
+            cure=f"name it alone; a model on other data is --config-name finetune "
+            f"{MODEL}={model} {DATA}={listed}",
+        )
     return (Path(runs[0]) if runs else None), [text for text in overrides if text not in runs]
 
 

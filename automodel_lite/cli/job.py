@@ -26,7 +26,7 @@ from automodel_lite.cli.line import RECIPES, split
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import key_of
-from automodel_lite.config.model_files import INDEX
+from automodel_lite.config.model_files import INDEX, scores_documents
 from automodel_lite.data.reading.paths import KINDS, find_files, kind_of
 from automodel_lite.errors import ConfigError, DataError, counted, did_you_mean_path
 
@@ -98,11 +98,14 @@ def job_of(
         problems += _near(key, [given] if key == MODEL else given, presets_of(sources))
     rows = Rows(config_name or "finetune", "documents")
     is_there = all(problem.key != DATA for problem in problems)
+    model = str(places.get(MODEL, typed.get(MODEL, "")))
     if data and is_there and not config_name and "dataset" not in typed:
         try:
-            rows = rows_of(data, typed)
+            rows = rows_of(data, typed, is_scored=_has_score_head(model))
         except (ConfigError, DataError) as error:
-            problems.append(error)
+            # without a loss there is nothing to compute of them, which the recipe says
+            if recipe.name != RECIPES["score"][0] or "loss" in typed:
+                problems.append(error)
     preset = config_name or rows.preset
     chosen = [f"{MODEL}={_quoted(places[MODEL])}"] if MODEL in places else []
     if data:
@@ -187,11 +190,20 @@ def _is_model(word: str) -> bool:
     return any((place / name).is_file() for place in inside for name in _MODEL_FILES)
 
 
-def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
+def _has_score_head(word: str) -> bool:
+    """Returns whether a model's folder, or what a run has exported, gives documents scores."""
+    folder = Path(word).expanduser()
+    return bool(word) and any(
+        scores_documents(place) for place in (folder, folder / "hf", folder / "adapter")
+    )
+
+
+def rows_of(paths: Sequence[str], typed: dict[str, str], is_scored: bool = False) -> Rows:
     """Returns what the rows of these files are; raises ConfigError or DataError for rows that no
     preset trains on.
 
-    typed  settings of the command, of which those of the dataset say how rows are read
+    typed      settings of the command, of which those of the dataset say how rows are read
+    is_scored  the model has a score head, which learns labels of documents and pairs alone
     """
     ends = {path.suffix for path in _files(paths)}
     if ends and ends <= {*_TOKENIZED}:
@@ -215,11 +227,15 @@ def rows_of(paths: Sequence[str], typed: dict[str, str]) -> Rows:
     opened = open_rows(paths, given.get("dataset.name"), split_name, DATA, ReadOptions(**read_as))
     columns = sniff_columns(placed(opened.rows), f"{opened.description}: the file")
     count = len(opened.rows)
+    renames = _renames(given)
+    names = {*columns, *renames}
+    if is_scored and {"chosen", "rejected"} <= names:
+        return Rows("reward", "pairs of answers, and the model has a score head", count=count)
+    if is_scored:
+        return Rows("classify", "documents for a model with a score head", count=count)
     if "dataset.format" in given:
         return Rows("finetune", f"read as {given['dataset.format']}", asks=True, count=count)
     first = [row for _, row in islice(placed(opened.rows), 20) if not isinstance(row, DataError)]
-    renames = _renames(given)
-    names = {*columns, *renames}
     has_images = any(_has_images(row) for row in first)
     if "state" in names and not {"question", "questions"}.isdisjoint(names):
         what = f"questions with fixed choices{' about images' * has_images}"

@@ -418,6 +418,9 @@ def _own_problems(path: str, value: Any, hint: Any) -> Iterator[ConfigError]:
             typed = "..." if isinstance(value, float) else shown
             what = "what was typed" if isinstance(value, float) else "it"
             wanted = f"{wanted}: quote {what}, \"{path}='{typed}'\""
+        # one of several, typed as it is
+        if isinstance(value, str) and matches([value], hint):
+            wanted = f'{wanted}: put it into brackets, "{path}=[{shown}]"'
         yield ConfigError(f"{path}={shown} must be {wanted}.", key=path)
         return
     origin = typing.get_origin(hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,65 @@ _PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+SCORES = "ForSequenceClassification"
+"""The end of the names of transformers' classes with a score head."""
+
+
+def scores_documents(folder: Path) -> bool:
+    """Returns whether a folder holds a model or an adapter whose head gives a document scores in
+    place of tokens their likelihoods; a damaged file is another reader's to name.
+    """
+    for name in ("config.json", "adapter_config.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if not isinstance(found, dict):
+            continue
+        named = found.get("architectures")
+        classes = named if isinstance(named, list) else []
+        of_adapter = found.get("task_type") == "SEQ_CLS"
+        if of_adapter or any(str(one).endswith(SCORES) for one in classes):
+            return True
+    return False
+
+
+def run_beside(folder: str) -> Path:
+    """Returns the run that has exported a folder; of what no run has, the folder itself.
+
+    >>> run_beside("runs/mine/hf")
+    Path('runs/mine')
+    """
+    path = Path(folder)
+    run = path.parent if path.name in ("hf", "adapter") else path
+    return run if (run / "config.yaml").is_file() else path
+
+
+def check_writes(source: str) -> None:
+    """Raises ConfigError for a folder whose model scores documents and writes nothing."""
+    if scores_documents(Path(source)):
+        raise scores_alone(source)
+
+
+def scores_alone(source: str) -> ConfigError:
+    """Returns the error for a model that is asked to write; its cures can be typed as they are,
+    but for the name of the file.
+
+    source  the folder of a model, an adapter, or a run
+    """
+    folder = Path(source)
+    model = shlex.quote(str(run_beside(source)))
+    merged = f"automodel-lite export {model} merges the adapter, after which "
+    is_merged = (folder / "config.json").is_file() or (folder / "hf/config.json").is_file()
+    return ConfigError(
+        f"{source} has a score head, which gives a document numbers and writes no text",
+        key="model.head",
+        cure=f"{'' if is_merged else merged}automodel-lite evaluate {model} FILE compares its "
+        "scores with the labels or pairs of a file; transformers' pipeline('text-classification') "
+        "scores a text",
+    )
 
 
 def check_model_files(key: str, folder: Path) -> None:

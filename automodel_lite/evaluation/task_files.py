@@ -31,7 +31,9 @@ from automodel_lite.errors import ConfigError, DataError, did_you_mean, explaine
 SCORERS = ("exact", "regex", "choices")
 _SETTINGS = ("scorer", "pattern", "path", "rows", "raw", "max_new_tokens")
 _ASKS = ("messages", "prompt", "question", "instruction")
-_KNOWN = (*_ASKS, "answer", "choices")
+# as sets that are trained on call it
+_ANSWERS = ("answer", "completion", "output", "response", "solution", "target")
+_KNOWN = (*_ASKS, *_ANSWERS, "choices")
 _NAME = re.compile(r"[\w.-]+")
 # "B", "(B)", "B.", "B) Lima", "the answer is B"
 _LETTER = re.compile(r"^\W*([A-Z])(?:\W|$)|answer(?: is|:)\W*([A-Z])(?:\W|$)")
@@ -259,10 +261,16 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
         raise DataError(f"{where}: choices must be a list of texts.")
     if choices and len({*choices}) < max(2, len(choices)):
         raise DataError(f"{where}: choices={choices} must be two texts or more, no text twice.")
-    answers = row.get("answer")
+    given = [name for name in _ANSWERS if row.get(name) is not None]
+    if len(given) != 1:
+        raise DataError(
+            f"{where}: a row has its answer in one of {', '.join(_ANSWERS)}, and has "
+            f"{', '.join(given) or 'none'}."
+        )
+    answers = row[given[0]]
     several = answers if isinstance(answers, list) else [answers]
     if not several or not all(_is_answer(answer) for answer in several):
-        raise DataError(f"{where}: answer must be a text, a number, or a list of those.")
+        raise DataError(f"{where}: {given[0]} must be a text, a number, or a list of those.")
     if choices:
         several = [_as_choice(answer, choices, where) for answer in several]
     return TaskRow(

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 from automodel_lite import compat
 from automodel_lite.attention.documents import IN_GRAPH, NOW, WithContext, layer_lists
+from automodel_lite.config.model_files import SCORES
 from automodel_lite.errors import ConfigError
 from automodel_lite.graphs import backend_of, strict_graphs
 
@@ -240,10 +241,6 @@ def with_head(lm: nn.Module) -> transformers.PreTrainedModel:
 def has_score_head(lm: nn.Module) -> bool:
     """Returns whether a model gives a document scores in place of tokens their likelihoods."""
     return type(lm).__name__.endswith(SCORES)
-
-
-SCORES = "ForSequenceClassification"
-"""The end of the names of transformers' classes with a score head."""
 
 
 def output_head(lm: nn.Module) -> Any:

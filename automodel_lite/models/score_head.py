@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.classes import ONE_SCORE, Classes
+from automodel_lite.config.model_files import SCORES
 from automodel_lite.errors import ConfigError
-from automodel_lite.models.layers import SCORES
 
 SCORE_WEIGHT = "score.weight"
 

@@ -258,8 +258,8 @@ class CausalLM:
                 f"{self.key}.pretrained={self.pretrained} has a score head "
                 f"({config.architectures[0]}) in place of one over tokens",
                 key=f"{self.key}.pretrained",
-                cure="train with --config-name classify or --config-name reward, or take its "
-                "base model",
+                cure="--config-name classify trains it and compares its classes with labels, "
+                "--config-name reward with pairs of answers; else take the model that it began as",
             )
 
     def build(

@@ -228,6 +228,9 @@ class RunFolder:
             )
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
+        # an adapter's score head is evaluated once it is merged
+        if facts.get("head") and "hf" not in fresh:
+            return [f"{export}   # merges the adapter and its head", generate]
         return [
             generate,
             f"vllm serve {run}/hf"

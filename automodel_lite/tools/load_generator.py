@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from automodel_lite.config.components import naming_package
-from automodel_lite.config.model_files import check_model_files
+from automodel_lite.config.model_files import check_model_files, check_writes, scores_alone
 from automodel_lite.data.tokens.tokenizer import use_processors_template
 from automodel_lite.errors import (
     ConfigError,
@@ -22,7 +22,6 @@ from automodel_lite.errors import (
 )
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.extras.load_run import load_trained
-from automodel_lite.models.layers import SCORES
 from automodel_lite.models.reading import (
     ask_no_hub_without_network,
     check_finite,
@@ -32,7 +31,7 @@ from automodel_lite.models.reading import (
 from automodel_lite.models.source import load_whole
 from automodel_lite.parts.images import open_images
 from automodel_lite.run.checkpoint_folder import exported_folder
-from automodel_lite.run.folder import json_object, saved_config
+from automodel_lite.run.folder import saved_config
 from automodel_lite.telemetry.console import quiet_libraries
 
 
@@ -67,27 +66,6 @@ def load_checkpoint(run: Path, name: str, on_cpu: bool = False) -> Generator:
     if torch.cuda.is_available() and not on_cpu:
         model = model.to("cuda", torch.bfloat16)
     return Generator(model, trained.tokenizer, template_kwargs=template_kwargs_of(settings_of(run)))
-
-
-def check_writes(source: str, is_adapter: bool) -> None:
-    """Raises ConfigError for a folder whose model scores documents and writes nothing."""
-    folder = Path(source)
-    name = "adapter_config.json" if is_adapter else "config.json"
-    found = json_object(folder / name)
-    of_adapter = found.get("task_type") == "SEQ_CLS"
-    if of_adapter or any(str(one).endswith(SCORES) for one in found.get("architectures") or ()):
-        raise scores_alone(source)
-
-
-def scores_alone(source: str) -> ConfigError:
-    """Returns the error for a model that is asked to write."""
-    return ConfigError(
-        f"{source} has a score head, which gives a document numbers and writes no text",
-        key="model.head",
-        cure="automodel-lite evaluate --config-name classify (or reward) model.pretrained=... "
-        "dataset.path=... scores a file; transformers' pipeline('text-classification') scores a "
-        "text",
-    )
 
 
 def settings_of(run: Path) -> dict[str, Any]:
@@ -145,7 +123,7 @@ def load_generator(
                 "trained."
             ) from None
         raise ConfigError(f"{source} cannot be loaded as a tokenizer: {one_line(error)}") from error
-    check_writes(source, is_adapter)
+    check_writes(source)
     use_processors_template(tokenizer, Path(source))
     has_gpu = torch.cuda.is_available() and not on_cpu
     load: Any = load_whole

@@ -168,6 +168,9 @@ def _beside_text(
         cure += f" dataset.columns.output={answers[0]}"
     elif part == "answer":
         cure = f"prompt={text} dataset.columns.completion={name}"
+        if name in ("label", "labels"):
+            more = "" if name == "label" else f" dataset.columns.label={name}"
+            cure += f", learn it as a class, --config-name classify{more}"
     else:
         cure = f"prompt={name} dataset.columns.completion={text}"
     return f"stands beside {text} and {_IGNORED}name both, dataset.columns.{cure}"

@@ -285,10 +285,11 @@ def _find(
     columns = list(map(printable, columns))
     if is_given:
         wanted = ", or ".join(" + ".join(one.columns) for one in candidates)
+        instance = _instance_of(candidates, columns, renames)
         raise ConfigError(
             f"dataset.format={candidates[0].name} needs the columns {wanted}, the data have "
-            f"{', '.join(columns)}: name them with dataset.columns, or set dataset.format to what "
-            "the rows are."
+            f"{', '.join(columns)}: name them with dataset.columns{instance}, or set "
+            "dataset.format to what the rows are."
         )
     known = ", ".join(" + ".join(known.columns) for known in FORMATS if known.is_found)
     texts = [column for column in columns if not NUMBERED.fullmatch(column)] or columns
@@ -308,6 +309,24 @@ def _find(
         f"the columns {', '.join(columns)} match no known format: name them, for instance {hint}. "
         f"Known formats are {known}."
     )
+
+
+def _instance_of(candidates: Sequence[Format], columns: Sequence[str], renames: Renames) -> str:
+    """Returns the settings that would name columns as the format that lacks the fewest has them,
+    plain texts first; nothing where there are not as many columns as it lacks.
+    """
+    named = {*columns, *renames}
+
+    def lacks(one: Format) -> list[str]:
+        return [name for name in one.columns if name not in named]
+
+    nearest_one = min(candidates, key=lambda one: (len(lacks(one)), "text" not in one.columns))
+    free = [name for name in columns if name not in {*nearest_one.columns, *renames.values()}]
+    missing = lacks(nearest_one)
+    if len(free) != len(missing):
+        return ""
+    pairs = zip(missing, free)
+    return ", for instance " + " ".join(f"dataset.columns.{name}={text}" for name, text in pairs)
 
 
 def _other_names(wanted: Sequence[str], named: set[str]) -> dict[str, str]:
