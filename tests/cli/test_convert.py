@@ -20,6 +20,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.cli import convert
 from automodel_lite.extras.cli.convert import _ANSWERS, answer_to
+from tests.data.templates import FAMILIES, byte_tokenizer
 
 USES_OF_TRL = json.loads((Path(__file__).parent / "trl_fields.json").read_text())
 USES = json.loads((Path(__file__).parent / "peer_keys.json").read_text())
@@ -567,6 +568,21 @@ def test_prompts_of_their_own_are_formats(peer: str) -> None:
     [
         ("llama3", "meta-llama/Meta-Llama-3-8B-Instruct", True),
         ("llama3", "meta-llama/Meta-Llama-3-8B", False),
+        # they write dates, a system turn or thoughts of their own
+        ("llama3", "meta-llama/Llama-3.1-8B-Instruct", False),
+        ("llama3", "meta-llama/Llama-3.2-1B-Instruct", False),
+        ("qwen", "Qwen/Qwen2.5-7B-Instruct", True),
+        ("qwen", "Qwen/Qwen2-7B-Instruct", False),
+        ("qwen3", "Qwen/Qwen3-4B-Thinking-2507", False),
+        ("qwen3_5", "Qwen/Qwen3.5-9B", True),
+        ("qwen3_5_nothink", "Qwen/Qwen3.5-9B", False),
+        ("lfm2", "LiquidAI/LFM2-1.2B", False),
+        ("gpt_oss", "openai/gpt-oss-20b", False),
+        ("gemma4", "google/gemma-4-E2B-it", False),
+        ("phi4", "microsoft/Phi-4-reasoning", False),
+        ("mistral_small", "mistralai/Mistral-Small-24B-Instruct-2501", False),
+        ("mistral", "mistralai/Mistral-7B-Instruct-v0.3", True),
+        ("mistral", "mistralai/Mistral-7B-Instruct-v0.1", False),
         ("qwen3", "Qwen/Qwen3-4B", True),
         ("qwen3", "Qwen/Qwen3-4B-Base", False),
         ("qwen3_nothink", "Qwen/Qwen3-4B-Instruct-2507", True),
@@ -581,6 +597,56 @@ def test_a_template_that_is_not_the_models_own_is_named(
 ) -> None:
     unsaid = of("llama_factory", model_name_or_path=model, stage="sft", template=template).unsaid
     assert any(line.startswith(f"template={template}: by hand:") for line in unsaid) != is_own
+
+
+PAIR = [{"role": "user", "content": "Add 2 2."}, {"role": "assistant", "content": "4"}]
+CHAT = [*PAIR, {"role": "user", "content": "And 1?"}, {"role": "assistant", "content": "It is 5"}]
+IM = "<|im_start|>user\nAdd 2 2.<|im_end|>\n<|im_start|>assistant\n"
+GEMMA = (
+    "<bos><start_of_turn>user\nAdd 2 2.<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>\n"
+    "<start_of_turn>user\nAnd 1?<end_of_turn>\n<start_of_turn>model\nIt is 5<end_of_turn>\n"
+)
+# template of LLaMA-Factory -> the same model's own, whose tokenizer, the turns, what theirs writes
+OF_LLAMA_FACTORY = [
+    (
+        *("llama3", "llama3", "llama3", CHAT),
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nAdd 2 2.<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd 1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 5<|eot_id|>",
+    ),
+    (
+        *("qwen", "qwen2_5", "qwen3", PAIR),
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        f"<|im_end|>\n{IM}4<|im_end|>\n",
+    ),
+    ("qwen3", "qwen3", "qwen3", PAIR, f"{IM}<think>\n\n</think>\n\n4<|im_end|>\n"),
+    ("qwen3_nothink", "qwen3_instruct_2507", "qwen3", PAIR, f"{IM}4<|im_end|>\n"),
+    ("qwen3_5", "qwen3_5_think", "qwen3", PAIR, f"{IM}<think>\n\n</think>\n\n4<|im_end|>\n"),
+    ("qwen3_6", "qwen3_6", "qwen3", PAIR, f"{IM}<think>\n\n</think>\n\n4<|im_end|>\n"),
+    ("gemma", "gemma", "gemma3", CHAT, GEMMA),
+    ("gemma3", "gemma3", "gemma3", CHAT, GEMMA),
+    ("gemma3n", "gemma3n", "gemma3", CHAT, GEMMA),
+    ("mistral", "mistral_v2v3", "mistral", PAIR, "<s>[INST] Add 2 2.[/INST] 4</s>"),
+    ("ministral", "mistral_v3_tekken", "mistral", PAIR, "<s>[INST]Add 2 2.[/INST]4</s>"),
+    ("falcon_h1", "falcon_h1", "qwen3", PAIR, f"{IM}4<|im_end|>\n"),
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "own", "family", "turns", "text"),
+    OF_LLAMA_FACTORY,
+    ids=[row[0] for row in OF_LLAMA_FACTORY],
+)
+def test_such_templates_write_what_the_models_own_do(
+    template: str, own: str, family: str, turns: list[dict[str, str]], text: str
+) -> None:
+    """The text is that of LLaMA-Factory 0.9.5's `encode_multiturn`; Qwen's own drop the empty thoughts of earlier answers."""
+    tokenizer = byte_tokenizer(FAMILIES[family])
+    file = Path(__file__).parent.parent / f"data/chat_templates/{own}.jinja"
+    tokenizer.chat_template = file.read_text()
+    found = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert found.rstrip("\n") == text.rstrip("\n")
 
 
 def test_a_step_of_pairs_has_as_many_of_them() -> None:

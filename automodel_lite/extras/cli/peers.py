@@ -146,31 +146,43 @@ def _validation_of_trl(theirs: Tree, put: Set) -> Iterator[str]:
         yield f"{asked}: by hand: training.val_every_steps; the dry run says how many an epoch has"
 
 
-# whose plain names are base models, which bring no template
-_BASES = re.compile(r"llama|mistral|gemma|qwen(1\.?5|2(\.5)?)?$|yi|phi2|baichuan")
+# Models whose own chat template writes what LLaMA-Factory's of this name does (0.9.5, compared text
+# by text): others add a system turn, dates, or a block of thoughts, and base models bring none.
+_OWN_TEMPLATES = {
+    "llama3": r"(meta-)?llama-3-\d+b-instruct.*",
+    "llama4": r"llama-4-.*-instruct.*",
+    "qwen": r"qwen2\.5-(coder-)?[\d.]+b-instruct.*",
+    "qwen3": r"qwen3-[\d.]+b(-a\d+b)?(-fp8)?",
+    "qwen3_nothink": r"qwen3-.*-instruct-2507.*",
+    "qwen3_5": r"qwen3\.5-(?!.*base).*",
+    "qwen3_6": r"qwen3\.6-(?!.*base).*",
+    "gemma": r"gemma-(1\.1-)?\d+b-it",
+    "gemma3": r"gemma-3-\d+b-it.*",
+    "gemma3n": r"gemma-3n-.*-it.*",
+    "mistral": r"mistral-7b-instruct-v0\.[23]",
+    "ministral": r"ministral-8b-instruct-2410",
+    "falcon_h1": r"falcon-h1-.*-instruct.*",
+}
 
 
 def _template(theirs: Tree) -> Iterator[str]:
     """LLaMA-Factory's own templates: silent where it is the one that the model brings."""
-    template = str(theirs.get("template") or "")
+    template = str(theirs.get("template") or "").lower()
     model = str(theirs.get("model_name_or_path") or theirs.get("model") or "").rpartition("/")[2]
-    stem = re.sub(r"[^a-z0-9]", "", template.lower().removesuffix("_nothink"))
-    name = re.sub(r"[^a-z0-9]", "", model.lower())
-    is_chat = bool(re.search(r"instruct|chat|(^|[-_])it([-_]|$)", model, re.IGNORECASE))
-    is_base = "base" in name or bool(_BASES.match(stem))
-    if not template:
+    if not template or re.fullmatch(_OWN_TEMPLATES.get(template, "(?!)"), model.lower()):
         return
-    if stem in ("", "default", "empty") or stem not in name or (is_base and not is_chat):
+    if template.endswith("_nothink") and not re.search("base", model, re.IGNORECASE):
         yield (
-            f"template={template}: by hand: the tokenizer's own chat template is used, which may "
-            "be another: compare them with automodel-lite inspect, or set "
-            "tokenizer.chat_template=FILE"
+            f"template={template}: by hand: it writes no block of thoughts, and the model's own "
+            "template an empty one before the last answer: keep that one, with "
+            "tokenize.template_kwargs.enable_thinking=false, or set tokenizer.chat_template=FILE"
         )
-    elif template.lower().endswith("_nothink") and not is_chat:
-        yield (
-            f"template={template}: by hand: tokenize.template_kwargs.enable_thinking=false is the "
-            "template without thoughts"
-        )
+        return
+    yield (
+        f"template={template}: by hand: the tokenizer's own chat template is used, which may "
+        "be another: compare them with automodel-lite inspect, or set "
+        "tokenizer.chat_template=FILE"
+    )
 
 
 _OF_PAIRS = re.compile(

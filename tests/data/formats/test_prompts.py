@@ -1,4 +1,7 @@
-"""Rows in the prompts of other frameworks: the texts and the ids that their own renderers make of ten rows."""
+"""Rows in the prompts of other frameworks: the texts and the ids that their own renderers make of ten rows.
+
+Compared with axolotl 0.19.0's own AlpacaPromptTokenizingStrategy, id by id, trained on answers and on all.
+"""
 
 from __future__ import annotations
 
