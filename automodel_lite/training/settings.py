@@ -96,15 +96,9 @@ def build_parts(config: Config) -> RunParts:
     model = build(config.model)
     check_head(model, loss)
     packer = build_packer(config)
-    if loss.head == "score" and (
-        packer.cuts_documents or packer.overlong in ("truncate", "split") or packer.is_ragged
-    ):
-        raise ConfigError(
-            f"packed_sequence.strategy={packer.strategy} overlong={packer.overlong}: a document is "
-            "scored at its end, and stays whole",
-            key="packed_sequence.strategy",
-            cure="use exact_fill, best_fit or next_fit, and overlong=drop or error",
-        )
+    if loss.head == "score":
+        whole = "a document is scored at its end, and stays whole"
+        packer.keep_whole(whole, ("truncate", "split"), together=True)
     packer.can_cut = not loss.separates_rows
     if "answers" in loss.required:
         whole = "pairs of answers stay whole, in one pack"

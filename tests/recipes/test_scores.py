@@ -264,7 +264,7 @@ REFUSED = {
     "documents that are cut": (
         "classify",
         ["packed_sequence.overlong=truncate"],
-        "a document is scored at its end, and stays whole",
+        "packed_sequence.overlong=truncate: a document is scored at its end, and stays whole: use drop or error",
     ),
     "a text that is written": (
         "classify",

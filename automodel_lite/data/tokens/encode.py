@@ -39,6 +39,23 @@ from automodel_lite.errors import ConfigError, DataError
 _TURN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight", *TURN_TOOLS))
 
 
+_NO_VALUE = re.compile(
+    r"(N/?A|n/a|n\. ?a\.|[kK]\. ?[aA]\.|[kK]eine Angabe|[Nn]a[Nn]|NAN|<NA>|NULL|null|#N/A|#NV|"
+    r"-{1,3}|[–—])"
+)
+"""What spreadsheets, databases and pandas write where a table has no value. `None` is an answer."""
+
+
+def _first_no_value(texts: Sequence[str]) -> str:
+    """Returns the first text, or last line of one, that stands for no value.
+
+    >>> _first_no_value(["Paris", "k. A."])
+    'k. A.'
+    """
+    ends = (text.strip().rpartition("\n")[2].strip() for text in texts)
+    return next((end for end in ends if _NO_VALUE.fullmatch(end)), "")
+
+
 @dataclass(frozen=True)
 class Remarks:
     """What a user should know of one document; "" where there is nothing to say.
@@ -47,12 +64,14 @@ class Remarks:
                      real one
     trained_special  one in an answer, where it is trained on
     unasked          the end of the prompt that the last answer does not begin with
+    no_value         what tables write where there is no value, as an answer or at the end of a text
     unused           columns of its row, and keys of its turns, that no rendering holds
     """
 
     special: str
     trained_special: str
     unasked: str
+    no_value: str
     unused: list[str]
 
 
@@ -149,6 +168,7 @@ class Renderer:
             special=self._first_special(asked),
             trained_special=self._first_special(answers),
             unasked=unasked,
+            no_value=_first_no_value([*answers, *asked]),
             unused=list(dict.fromkeys(unused)),
         )
 

@@ -39,6 +39,8 @@ class Findings:
     first_special: str = ""  # place and token
     num_trained_specials: int = 0  # of documents that have special tokens in their answers
     first_trained_special: str = ""  # place and token
+    num_no_value: int = 0  # what tables write for no value, as an answer or the end of a text
+    first_no_value: str = ""  # place and text
     num_unasked: int = 0  # whose last answer does not begin as the prompt for one ends
     first_unasked: str = ""  # the end of the prompt, and place
     # column, or key of a turn -> place of the first one

@@ -270,6 +270,12 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
             f"NOTE: {name}: {counted(found.num_trained_specials, 'document', 'has')} special "
             f"tokens in answers, where they are trained on (first: {found.first_trained_special})"
         )
+    if found.num_no_value:
+        notes.append(
+            f"NOTE: {name}: {counted(found.num_no_value, 'document', 'has')} what tables write for "
+            f"no value as an answer or the end of a text (first: {found.first_no_value}): it is "
+            "trained on as text; leave such rows out where it is none"
+        )
     if found.num_unasked:
         notes.append(
             f"NOTE: {name}: the last answers of {counted(found.num_unasked, 'document')} are "

@@ -400,7 +400,16 @@ def check_sample(job: ImageJob, documents: DocumentSet) -> None:
             if not num:  # a text alone, which some families' processors refuse
                 continue
             how = {"add_special_tokens": False, "return_tensors": "pt"}  # some need tensors
-            whole = own(text=[text], images=pixels[:num], **how)
+            # some families' processors want more around an image than its placeholder
+            with explained(
+                f"{documents.where(index)}: the processor {job.processor.path} refuses the text "
+                "that the chat template makes of this document",
+                *(ValueError, TypeError),
+                key="tokenizer.chat_template",
+                cure="write images in the template as the processor asks for, or use the model's "
+                "own template",
+            ):
+                whole = own(text=[text], images=pixels[:num], **how)
             expected = whole["input_ids"][0].tolist()
             if expected != ids.tolist():
                 raise ConfigError(

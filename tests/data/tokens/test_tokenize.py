@@ -342,6 +342,23 @@ def test_special_tokens_in_answers_are_noted_apart(tmp_path: Path) -> None:
     )
 
 
+def test_what_tables_write_for_no_value_is_noted(tmp_path: Path) -> None:
+    cells = ("2", "k. A.", "n/a", "NaN", "-", "NULL", "#NV", "none", "n/a or 3", "4-2")
+    rows = "".join(f"Q{number};{cell}\n" for number, cell in enumerate(cells))
+    (tmp_path / "a.csv").write_text(f"instruction;output\n{rows}")
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
+    data = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path / "cache")
+    said = (
+        "NOTE: train: 6 documents have what tables write for no value as an answer or the end of a "
+        "text (first: a.csv:3: k. A.): it is trained on as text; leave such rows out where it is none"
+    )
+    assert said in data.notes
+    row = {"instruction": "Add.", "input": "nan", "output": "4"}
+    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+    data = tokenize_documents(FilesDataset(str(tmp_path / "b.jsonl")), job, tmp_path / "cache")
+    assert any("(first: b.jsonl:1: nan)" in note for note in data.notes)
+
+
 def asked(folder: Path, name: str, answers: list[str], **template_kwargs: bool) -> tuple[str, ...]:
     """The notes on chats with these answers, under the template of a published model."""
     source = (Path(__file__).parents[1] / f"chat_templates/{name}.jinja").read_text()
