@@ -55,6 +55,8 @@ _LENGTHS = ("image_seq_length", "image_seq_len", "num_image_tokens", "image_toke
 _OPTIONAL = re.compile(r"getattr\(tokenizer, \"(\w+_token)\", None\)")
 """Tokens without which a processor is made, and then refuses every call."""
 MOST_ASKED = 40
+_PATCHES = (14, 1, 2, 3, 4, 6, 7, 8, 9, 12, 16, 28, 32, 56, 64)
+"""Sizes of the patches that stand for one row of a tower, as far as a processor is told them."""
 
 
 def step(family: str, folder: Path) -> str:
@@ -90,6 +92,9 @@ def step(family: str, folder: Path) -> str:
     try:
         code = train_ft.main(config)
     except (ConfigError, DataError) as error:
+        # a processor that was made here, and not one that a family has
+        if " places of images: " in str(error) or " writes '" in str(error):
+            raise ValueError(f"its processor at tiny sizes fits no tiny tower ({error})") from error
         return str(error)
     assert code == 0
     return "trains"
@@ -114,6 +119,10 @@ def write_folder(family: str, folder: Path) -> None:
         own.image_seq_length = rows_of_image(own, model)
     made = build(kind, own, asked, specials, "<image>", settings)
     marker = getattr(made, "image_token", None) or "<image>"
+    written = marker
+    # what the family's own chat template writes around an image
+    if hasattr(kind, "_has_wrappers"):
+        written = f"{made.image_start_token}{marker}{made.image_end_token}"
     if getattr(made, "image_token", None):
         settings = fitted(kind, own, asked, model, settings)
         made = build(kind, own, asked, specials, marker, settings)
@@ -121,13 +130,14 @@ def write_folder(family: str, folder: Path) -> None:
         token = placeholder_of(text, rows_of_image(own, model)) or marker
         specials += [*dict.fromkeys(PLACEHOLDER.findall(text)), marker]
         made = build(kind, own, asked, specials, token, settings)
-    made.tokenizer.chat_template = TEMPLATE.replace("MARKER", marker)
+    made.tokenizer.chat_template = TEMPLATE.replace("MARKER", written)
     made.tokenizer.save_pretrained(folder)
     own.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(settings))
     rows = len(made.tokenizer)
-    if rows > model.get_input_embeddings().weight.shape[0]:
-        raise ValueError(f"its processor has {rows} tokens, more than the tiny vocabulary")
+    if rows > model.get_input_embeddings().weight.shape[0]:  # a processor adds some of its own
+        model.resize_token_embeddings(rows)
+        config = model.config
     config.save_pretrained(folder)
     model.save_pretrained(folder)
     write_chats(folder)
@@ -160,6 +170,11 @@ def build(
             if getattr(made, "image_token", None):
                 text_of_image(made)
             return made
+        except KeyError as error:  # of a vocabulary that lacks a token
+            token_asked = str(error.args[0])
+            if token_asked in specials or not token_asked.strip("|<>"):
+                raise
+            specials.append(token_asked)
         except (AttributeError, ValueError) as error:
             found = _ASKED.search(str(error))
             if not found or found[1] in asked:
@@ -239,6 +254,9 @@ def named_settings(kind: Any, config: PretrainedConfig) -> dict[str, Any]:
             if isinstance(value, (int, float, str)) and not name.endswith(("_token", "_token_id")):
                 settings[name] = value
                 break
+    # of a tower of another package, whose config names none
+    if "patch_size" in inspect.signature(kind.__init__).parameters:
+        settings.setdefault("patch_size", _PATCHES[0])
     if "vision_aspect_ratio" in inspect.signature(kind.__init__).parameters:
         settings.setdefault("num_image_tokens", 4)
     return settings
@@ -253,6 +271,8 @@ def fitted(
     candidates = [{length: x} for x in range(1, 577)] if length else []
     if "num_additional_image_tokens" in inspect.signature(kind.__init__).parameters:
         candidates = [{}, {"num_additional_image_tokens": 1}]
+    if not candidates and "patch_size" in settings:
+        candidates = [{}, *({"patch_size": size} for size in _PATCHES)]
     if not candidates:
         return settings
     rows = rows_of_image(own, model)

@@ -106,7 +106,7 @@ class Finding:
 
     gaps   loss, language, projector, tower: differences of one pack from documents alone
     own    the same of transformers' eager attention from its sdpa; empty where it has no sdpa
-    job    what the recipe says of one step on the family's folder; empty = not tried
+    job    what the recipe says of one step on the family's folder; "not tried: ..." without a folder
     fp64   the largest of `gaps` in fp64, where it was asked; 0 = not asked
     notes  mRoPE, deep rows, what sees ahead
     """
@@ -151,7 +151,7 @@ def line(finding: Finding) -> str:
         finding.refused or finding.not_built or finding.broken or f"{gaps}, eager / sdpa {own:.0e}"
     )
     notes = ", ".join(finding.notes)
-    job = f", job: {finding.job or 'not tried'}" if finding.verdict == "exact" else ""
+    job = f", job: {finding.job}" if finding.verdict == "exact" else ""
     start = f"{finding.family:24s} {finding.verdict:9s} {finding.seconds:4.0f} s"
     return f"{start}  {said}{job}  {notes}"
 
@@ -205,15 +205,15 @@ def found(family: str) -> Finding:
 
 
 def job_of(family: str) -> str:
-    """Trains one step by the recipe; returns `trains`, the refusal, or nothing where the folder of
-    such a family could not be made at tiny sizes.
+    """Trains one step by the recipe; returns `trains`, the refusal, or `not tried` with the reason
+    where the folder of such a family could not be made at tiny sizes.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         try:
             said = step(family, Path(folder))
         except Exception as error:
             print(words(error), file=sys.stderr)
-            return ""
+            return f"not tried: {words(error)}".replace(folder, "FOLDER")
     return said.replace(folder, "FOLDER")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 
 from automodel_lite.data.document import IMAGE
@@ -431,3 +431,33 @@ def test_of_a_jpeg_that_is_looked_through_size_and_stamp_are_those_of_its_header
     assert source.header(limits)[:2] == found[:2]
     with pytest.raises(DataError, match="image x cannot be decoded"):
         source.header(replace(limits, drops_bad=True))
+
+
+def profile_named(name: str) -> bytes:
+    """The sRGB profile of Pillow under another name of as many letters."""
+    content = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for encoding in ("ascii", "utf-16-be"):
+        content = content.replace("sRGB built-in".encode(encoding), name.encode(encoding))
+    return content
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "profile", "said"),
+    [
+        ("RGB", "PNG", "", ""),
+        ("RGB", "PNG", "sRGB built-in", ""),
+        ("RGB", "PNG", "Display P3 v4", "Display P3 v4"),
+        ("RGB", "JPEG", "Adobe RGB 98.", "Adobe RGB 98."),
+        ("CMYK", "JPEG", "", "CMYK without a profile"),
+        ("CMYK", "TIFF", "Coated FOGRA9", "Coated FOGRA9"),
+        ("RGB", "WEBP", "damaged", "a damaged profile"),
+    ],
+)
+def test_colors_that_are_not_srgb_are_named(
+    limits: ImageLimits, mode: str, kind: str, profile: str, said: str
+) -> None:
+    buffer = io.BytesIO()
+    content = b"no profile" if profile == "damaged" else profile_named(profile)
+    options = {"icc_profile": content} if profile else {}
+    Image.new(mode, (8, 8)).save(buffer, kind, **options)
+    assert ImageSource("x", content=buffer.getvalue()).header(limits).profile == said

@@ -127,6 +127,20 @@ def test_held_out_rows_of_the_same_words_are_others_by_their_pictures(
     assert "val: 1 of 2 rows is also trained on" in notes
 
 
+def test_pictures_in_other_colors_are_noted(tmp_path: Path, folder: Path) -> None:
+    lines = []
+    for name, mode in {"plain": "RGB", "printed": "CMYK"}.items():
+        Image.new(mode, (56, 56)).save(tmp_path / f"{name}.jpg")
+        lines.append(json.dumps({"messages": SAID, "image": f"{name}.jpg"}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    notes = data_of(config_of_images(folder, f"dataset.path={tmp_path}/a.jsonl")).notes
+    assert (
+        "NOTE: train: 1 document has images in other colors than sRGB's, which are read as they are "
+        "stored (first: a.jsonl:2: CMYK without a profile): as transformers and vLLM read them; "
+        "convert them to sRGB where their colors matter"
+    ) in notes
+
+
 @pytest.mark.system
 def test_a_mixture_of_images_and_text(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"

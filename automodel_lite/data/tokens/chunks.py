@@ -140,6 +140,7 @@ class _Gathered:
     trained_specials: list[str] = field(default_factory=list)  # of answers
     unaskeds: list[str] = field(default_factory=list)
     no_values: list[str] = field(default_factory=list)
+    profiles: list[str] = field(default_factory=list)
     unused: dict[str, str] = field(default_factory=dict)  # column or key -> its first place
 
     def add_bad(self, bad: BadRow) -> None:
@@ -167,6 +168,8 @@ class _Gathered:
             self.specials.append(f"{place}: {remarks.special}")
         if remarks.trained_special:
             self.trained_specials.append(f"{place}: {remarks.trained_special}")
+        if remarks.color_profile:
+            self.profiles.append(f"{place}: {remarks.color_profile}")
         if remarks.no_value:
             self.no_values.append(f"{place}: {remarks.no_value}")
         if remarks.unasked:
@@ -186,6 +189,8 @@ class _Gathered:
             first_special="".join(self.specials[:1]),
             num_trained_specials=len(self.trained_specials),
             first_trained_special="".join(self.trained_specials[:1]),
+            num_profiled=len(self.profiles),
+            first_profile="".join(self.profiles[:1]),
             num_no_value=len(self.no_values),
             first_no_value="".join(self.no_values[:1]),
             num_unasked=len(self.unaskeds),

@@ -65,6 +65,7 @@ class Remarks:
     trained_special  one in an answer, where it is trained on
     unasked          the end of the prompt that the last answer does not begin with
     no_value         what tables write where there is no value, as an answer or at the end of a text
+    color_profile    of an image whose numbers are not sRGB's, as they are read
     unused           columns of its row, and keys of its turns, that no rendering holds
     """
 
@@ -73,6 +74,7 @@ class Remarks:
     unasked: str
     no_value: str
     unused: list[str]
+    color_profile: str = ""
 
 
 def _unwritten_keys(message: Message, renderings: Sequence[Rendering]) -> list[str]:

@@ -270,6 +270,12 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
             f"NOTE: {name}: {counted(found.num_trained_specials, 'document', 'has')} special "
             f"tokens in answers, where they are trained on (first: {found.first_trained_special})"
         )
+    if found.num_profiled:
+        notes.append(
+            f"NOTE: {name}: {counted(found.num_profiled, 'document', 'has')} images in other "
+            f"colors than sRGB's, which are read as they are stored (first: {found.first_profile}"
+            "): as transformers and vLLM read them; convert them to sRGB where their colors matter"
+        )
     if found.num_no_value:
         notes.append(
             f"NOTE: {name}: {counted(found.num_no_value, 'document', 'has')} what tables write for "

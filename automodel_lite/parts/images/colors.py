@@ -8,11 +8,14 @@ drawing; without it, black strokes on a transparent ground are one black square.
 
 from __future__ import annotations
 
+import io
+from functools import lru_cache
+
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 from PIL.ImageFile import ImageFile
 
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, printable
 
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr")
 _WHITE = (255, 255, 255, 255)
@@ -39,6 +42,28 @@ def bits_of(image: Image.Image, name: str) -> int:
             cure=_CURE,
         )
     return 8
+
+
+def unread_profile(image: Image.Image) -> str:
+    """Returns the name of an image's colors where its numbers are not sRGB's, `Adobe RGB (1998)`,
+    and "" where they are: as in transformers and vLLM, no profile is applied.
+    """
+    profile = image.info.get("icc_profile")
+    if not isinstance(profile, bytes) or not profile:
+        return "CMYK without a profile" if image.mode == "CMYK" else ""
+    return _profile_name(profile)
+
+
+@lru_cache(maxsize=64)
+def _profile_name(profile: bytes) -> str:
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        name = ImageCms.getProfileDescription(opened).strip()
+    except (OSError, ImageCms.PyCMSError):
+        return "a damaged profile"
+    # gray has tones alone, which hardly move
+    is_plain = "srgb" in name.lower() or opened.profile.xcolor_space.strip() == "GRAY"
+    return "" if is_plain else printable(name)[:60] or "a profile without a name"
 
 
 def as_shown(image: Image.Image, name: str) -> Image.Image:

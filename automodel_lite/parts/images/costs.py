@@ -200,7 +200,7 @@ def work_of_towers(config: Config, processor: ImageProcessor, documents: Documen
     for index in range(0, len(documents), step):
         with suppress(DataError):  # named later
             for image in documents[index][IMAGES]:
-                *size, _ = image.source.header(image.limits)
+                *size, _, _ = image.source.header(image.limits)
                 sizes[processor.sizes.of_size(*size).num_rows] = size
     source: CausalLM = build(config.model)
     described = describe(processor.config)

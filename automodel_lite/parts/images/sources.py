@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -34,7 +34,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from automodel_lite.data.document import IMAGE, RawRow
 from automodel_lite.data.reading.remote import PROTOCOLS
 from automodel_lite.errors import DataError, counted, explained, one_line
-from automodel_lite.parts.images.colors import as_shown, bits_of
+from automodel_lite.parts.images.colors import as_shown, bits_of, unread_profile
 
 RULES_VERSION = 4
 """Of what rows and images become: tokens that were cached under others are made anew."""
@@ -102,6 +102,20 @@ class ImageLimits:
         return max(1, int(width * scale)), max(1, int(height * scale))
 
 
+class Header(NamedTuple):
+    """What the header of an image says.
+
+    width, height  as the processor gets the image
+    stamp          of its file
+    profile        its colors, where they are not sRGB's and are read as if they were
+    """
+
+    width: int
+    height: int
+    stamp: int
+    profile: str = ""
+
+
 @dataclass(frozen=True)
 class ImageSource:
     """Where an image is: in a file (a path or an address), in a part of a file, or in its row.
@@ -153,9 +167,9 @@ class ImageSource:
                 cure="set dataset.image_dir, or dataset.bad_image=drop",
             ) from error
 
-    def header(self, limits: ImageLimits) -> tuple[int, int, int]:
-        """Returns width and height as the processor gets the image, from its header, and its stamp;
-        nothing is decoded but where bad images are left out, and damage inside has to be found.
+    def header(self, limits: ImageLimits) -> Header:
+        """Returns what the header of an image says; nothing is decoded but where bad images are
+        left out, and damage inside has to be found.
 
         Raises DataError for what is not an image, is cut off, is animated or too large.
         """
@@ -176,7 +190,7 @@ class ImageSource:
                     if bits > 8:
                         as_shown(image, self.name)
                     image.load()
-            return *limits.scaled(width, height), stamp
+            return Header(*limits.scaled(width, height), stamp, unread_profile(image))
 
     def pixels(self, limits: ImageLimits, stamp: int | None = None) -> Image.Image:
         """Decodes the image as it is shown: RGB, upright, on white. Raises DataError as `header`

@@ -34,7 +34,7 @@ from automodel_lite.data.document import IMAGE, Document, Message
 from automodel_lite.data.reading.documents import DocumentSet
 from automodel_lite.data.tokens.chat import ChatRenderer
 from automodel_lite.data.tokens.chunks import DocumentTokenizer, TokenizeJob
-from automodel_lite.data.tokens.encode import Encoder, Renderer
+from automodel_lite.data.tokens.encode import Encoder, Remarks, Renderer
 from automodel_lite.data.tokens.rendering import Rendering
 from automodel_lite.errors import ConfigError, DataError, DroppedError, counted, explained
 from automodel_lite.evaluation.questions import IMAGES, PROBE, parts_of, probe_turn
@@ -267,6 +267,7 @@ class ImageRenderer(Renderer):
         self.job = job
         self.marker = job.processor.marker
         self._is_inner = False
+        self._profile = ""  # of the document's images, the first that is not applied
         self.chat_renderer = partial(ImageChatRenderer, marker=self.marker)
         self.placeholder = re.compile(f"{re.escape(self.marker)}|{IMAGE}")
         kwargs = job.settings.template_kwargs
@@ -300,6 +301,7 @@ class ImageRenderer(Renderer):
     def renderings(self, document: Document) -> list[Rendering]:
         if self._is_inner:  # an answer of a document, all of which is expanded below
             return super().renderings(document)
+        self._profile = ""
         found = self.unexpanded(document)
         placed: list[PlacedImage] = document.get(IMAGES, [])
         images = [self._asked(image) for image in placed]
@@ -311,6 +313,9 @@ class ImageRenderer(Renderer):
             )
         return [*expanded]
 
+    def remarks(self, document: Document, renderings: Sequence[Rendering]) -> Remarks:
+        return replace(super().remarks(document, renderings), color_profile=self._profile)
+
     def question(self, content: str, images: Sequence[PlacedImage]) -> ImageRendering:
         """Renders a prompt with marks, which waits for the model's answer."""
         text = content
@@ -320,7 +325,8 @@ class ImageRenderer(Renderer):
 
     def _asked(self, image: PlacedImage) -> tuple[PlacedImage, int, ImageTokens]:
         try:
-            width, height, stamp = image.source.header(image.limits)
+            width, height, stamp, profile = image.source.header(image.limits)
+            self._profile = self._profile or profile
             tokens = self.job.processor.sizes.of_size(width, height)
             return replace(image, source=image.source.without_bytes()), stamp, tokens
         except DataError as error:
