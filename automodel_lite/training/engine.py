@@ -137,8 +137,8 @@ class Engine:
                 if len(group) == 1:
                     outputs = [run_passes(group[0], lap)]
                 else:
-                    passes = (partial(run_passes, batch) for batch in group)
-                    outputs = in_turns(*passes, device=self.mesh.device)
+                    first, second = (partial(run_passes, batch) for batch in group)
+                    outputs = in_turns(first, second, self.mesh.device)
                     model.add_up_gradients()
                     lap("backward")
             for output in outputs:
