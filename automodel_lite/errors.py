@@ -188,6 +188,13 @@ def is_out_of_files(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_NO_FILE.search(str(error)))
 
 
+def is_limit(error: BaseException) -> bool:
+    """Returns whether the machine ran out of something. Who catches whatever a template, a file or
+    a function of the user's does wrong raises it again: no document, file or setting is at fault.
+    """
+    return is_out_of_memory(error) or is_out_of_threads(error) or is_out_of_files(error)
+
+
 @contextmanager
 def system_errors() -> Iterator[None]:
     """Raises OSError for what a package in Rust raises, any Exception with the system's number."""

@@ -1,5 +1,5 @@
 """Faults at the n-th call of the system that touches the disk below a folder: no space, a disk that
-fails, or the end of the process.
+fails, or the end of the process; and at the n-th piece of memory that Python asks for.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import builtins
 import errno
 import io
+import json
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -140,3 +142,52 @@ def each_fault(
             assert at > 1, "nothing touched the disk"
             return
         yield own, raised
+
+
+def each_failed_allocation(
+    folder: Path,
+    operate: Callable[[Path], object],
+    prepare: Callable[[Path], object] = lambda folder: None,
+    growth: float = 4.0,
+    first: int = 50,
+) -> Iterator[tuple[Path, str]]:
+    """Yields, for n = `first`, `first` x `growth`, ..., a folder below `folder` in which the n-th
+    allocation of Python, and no other, failed while `operate` worked in it, after `prepare`, and
+    the traceback of what that raised; to the first n that it does not come to.
+
+    Each time it works in a copy of this process: what it leaves in memory is gone as after an end.
+    """
+    testcapi = pytest.importorskip("_testcapi")
+    at = first
+    while True:
+        own = folder / f"allocation-{at}"
+        own.mkdir(parents=True)
+        prepare(own)
+        reader, writer = os.pipe()
+        copy = os.fork()
+        if not copy:
+            raised = ""
+            is_done = False
+            testcapi.set_nomemory(at, at + 1)
+            try:
+                operate(own)
+                is_done = True
+                for _ in range(at):  # fails here where it has not yet
+                    bytearray(1000)
+                is_reached = True
+            except BaseException as error:
+                testcapi.remove_mem_hooks()
+                is_reached = not is_done
+                raised = "".join(traceback.format_exception(error)) if is_reached else ""
+            os.write(writer, json.dumps([is_reached, raised]).encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            answer = pipe.read()
+        assert os.waitpid(copy, 0)[1] == 0, f"allocation {at} ended the process"
+        is_reached, raised = json.loads(answer)
+        if not is_reached:
+            assert at > first, "nothing asked for memory"
+            return
+        yield own, raised
+        at = max(at + 1, int(at * growth))

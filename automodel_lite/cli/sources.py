@@ -15,7 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.config.components import CONF_DIR
 from automodel_lite.config.installed import installed_trackers
-from automodel_lite.errors import ConfigError, did_you_mean, did_you_mean_path, nearest, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    did_you_mean,
+    did_you_mean_path,
+    is_limit,
+    nearest,
+    one_line,
+)
 
 
 @dataclass(frozen=True)
@@ -144,5 +151,7 @@ def read(path: Path) -> DictConfig:
             f"{path} cannot be read ({error.strerror}){did_you_mean_path(str(path))}"
         ) from None
     except Exception as error:
+        if is_limit(error):
+            raise
         raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     return loaded if isinstance(loaded, DictConfig) else OmegaConf.create({})

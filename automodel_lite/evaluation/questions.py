@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from automodel_lite.data.document import IMAGE
 from automodel_lite.data.feeding.planned import document_kind
 from automodel_lite.data.reading.documents import Documents, Question, question_of
-from automodel_lite.errors import DataError
+from automodel_lite.errors import DataError, is_limit
 
 IMAGES = "images"
 """The key of a document: its images, in the order of the marks in its text."""
@@ -74,7 +74,9 @@ def probe_turn(render: Render, role: str, content: str | list[dict[str, Any]]) -
         chat = [asked, {"role": "assistant", "content": "a"}, turn]
     try:
         text = render(chat)
-    except Exception:  # whatever a template does wrong
+    except Exception as error:  # whatever a template does wrong
+        if is_limit(error):
+            raise
         return ""
     return text if PROBE in text and not _KEY_OF_A_PART.search(text) else ""
 

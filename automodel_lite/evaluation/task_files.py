@@ -26,7 +26,14 @@ from automodel_lite.config.components import build_nested, check_origin, locate,
 from automodel_lite.config.permissions import check_yaml
 from automodel_lite.data.reading.documents import Question
 from automodel_lite.data.strict_json import read_json
-from automodel_lite.errors import ConfigError, DataError, did_you_mean, explained, one_line
+from automodel_lite.errors import (
+    ConfigError,
+    DataError,
+    did_you_mean,
+    explained,
+    is_limit,
+    one_line,
+)
 
 SCORERS = ("exact", "regex", "choices")
 _SETTINGS = ("scorer", "pattern", "path", "rows", "raw", "max_new_tokens")
@@ -360,6 +367,8 @@ def _check_rows(task: TaskFile) -> None:
         try:
             score = task.score(row, row.answers[0])
         except Exception as error:  # whatever a function of the user's does
+            if is_limit(error):
+                raise
             raise ConfigError(
                 f"{task.name}: the scorer fails on the right answer of {row.where} "
                 f"({one_line(error)}): it gets (given, expected) and returns a number from 0 to 1."

@@ -23,6 +23,7 @@ from automodel_lite.config.rules import check_folder
 from automodel_lite.errors import (
     ConfigError,
     folders_with,
+    is_limit,
     is_lost_peer,
     is_out_of_memory,
     is_out_of_threads,
@@ -72,6 +73,8 @@ def load_config(source: str, options: dict[str, Any], key: str) -> PretrainedCon
         config = transformers.AutoConfig.from_pretrained(shape)
         config._name_or_path = source
     except Exception as error:  # whatever a damaged or unknown config.json makes of its reader
+        if is_limit(error):
+            raise
         # trusted code fails for reasons of its own, whatever its words
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise ConfigError(f"the model {source} cannot be loaded: {one_line(error)}") from error

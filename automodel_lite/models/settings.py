@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.utils import is_timm_available
 
 from automodel_lite.attention.spec import FAMILIES, config_value
-from automodel_lite.errors import ConfigError, did_you_mean, format_value, one_line
+from automodel_lite.errors import ConfigError, did_you_mean, format_value, is_limit, one_line
 
 Settings = dict[str, Any]  # of a config.json, or of a part of it
 
@@ -133,6 +133,8 @@ def describe_with(typed: Settings, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception as error:  # checks of the model's own config class
+        if is_limit(error):
+            raise
         raise cannot_work(error, typed) from error
 
 

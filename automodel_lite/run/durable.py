@@ -56,8 +56,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         write_file(temporary, text)
         os.replace(temporary, path)
-    except OSError as error:
-        error.filename = str(path)
+    except BaseException as error:  # a full memory or a signal leaves as little as a full disk
+        if isinstance(error, OSError):
+            error.filename = str(path)
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

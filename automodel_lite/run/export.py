@@ -86,7 +86,7 @@ def _replace_folder(folder: Path, step: int) -> Iterator[Path]:
             os.rename(folder, aside)
         try:
             os.rename(temporary, folder)
-        except OSError:
+        except BaseException:
             if aside.exists():  # the old one stays
                 os.rename(aside, folder)
             raise

@@ -13,13 +13,7 @@ import transformers
 from automodel_lite.config.components import naming_package
 from automodel_lite.config.model_files import check_model_files, check_writes, scores_alone
 from automodel_lite.data.tokens.tokenizer import use_processors_template
-from automodel_lite.errors import (
-    ConfigError,
-    did_you_mean_path,
-    is_out_of_memory,
-    is_out_of_threads,
-    one_line,
-)
+from automodel_lite.errors import ConfigError, did_you_mean_path, is_limit, one_line
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.extras.load_run import load_trained
 from automodel_lite.models.reading import (
@@ -110,7 +104,7 @@ def load_generator(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
-        if is_out_of_memory(error) or is_out_of_threads(error):
+        if is_limit(error):
             raise
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise ConfigError(
@@ -134,7 +128,7 @@ def load_generator(
     try:
         model = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
-        if is_out_of_memory(error) or is_out_of_threads(error):
+        if is_limit(error):
             raise
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise ConfigError(

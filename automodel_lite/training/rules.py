@@ -14,7 +14,7 @@ from automodel_lite.config.components import missing_package
 from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import model_axes
 from automodel_lite.data.feeding.order import batch_shape
-from automodel_lite.errors import ConfigError, UserError
+from automodel_lite.errors import ConfigError, UserError, is_limit
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.sharding import choose_precision
@@ -393,5 +393,7 @@ def build_on_meta(source: CausalLM) -> None:
         with torch.no_grad():
             lm(input_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:  # a model's code may raise anything
+        if is_limit(error):
+            raise
         if lm is None or not isinstance(error, RuntimeError) or _SHAPES.search(str(error)):
             raise cannot_work(error, source.settings) from error

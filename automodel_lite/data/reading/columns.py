@@ -38,7 +38,15 @@ from automodel_lite.data.reading.beside import (
 )
 from automodel_lite.data.reading.labels import Alignment, align, check_alignment
 from automodel_lite.data.reading.readers import RawRows
-from automodel_lite.errors import ConfigError, DataError, did_you_mean, nearest, one_line, printable
+from automodel_lite.errors import (
+    ConfigError,
+    DataError,
+    did_you_mean,
+    is_limit,
+    nearest,
+    one_line,
+    printable,
+)
 
 OwnFormat = Callable[[RawRow], Any]
 
@@ -113,6 +121,8 @@ class Detected:
                 f"{where}: {self.format.name}: there is no {error} in this row."
             ) from error
         except Exception as error:
+            if is_limit(error):
+                raise
             # of a function of the user's, or of a row that nobody has thought of
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise DataError(f"{where}: {self.format.name} fails: {reason}") from error

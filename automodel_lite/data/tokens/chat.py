@@ -32,7 +32,7 @@ from automodel_lite.data.formats.calls import parsed
 from automodel_lite.data.formats.turns import TURN_TOOLS
 from automodel_lite.data.tokens.rendering import Rendering, Span
 from automodel_lite.data.tokens.stop_tokens import PROBE, token_behind
-from automodel_lite.errors import ConfigError, DataError
+from automodel_lite.errors import ConfigError, DataError, is_limit
 
 Render = Callable[..., str]  # turns -> text, by one of a tokenizer's templates
 
@@ -396,6 +396,8 @@ class ChatRenderer:
                 **self._template_kwargs,
             )
         except Exception as error:  # whatever a template does wrong
+            if is_limit(error):
+                raise
             raise DataError(
                 f"the chat is refused by the chat template ({error}): change such chats, or set "
                 "tokenizer.chat_template=template.jinja."

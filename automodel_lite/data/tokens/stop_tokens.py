@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.errors import is_limit
 from automodel_lite.models.layers import has_score_head
 
 PROBE = "PROBE"
@@ -75,7 +76,9 @@ def template_end(
         chat = [{"role": role, "content": content} for role in ("user", "assistant")]
         try:
             text = str(tokenizer.apply_chat_template(chat, tokenize=False, **(variables or {})))
-        except Exception:  # whatever a template does wrong
+        except Exception as error:  # whatever a template does wrong
+            if is_limit(error):
+                raise
             continue
         if PROBE in text and (stop := token_behind(text, specials)):
             return stop

@@ -17,7 +17,7 @@ from automodel_lite.data.cache import build_once, cache_root, short_hash
 from automodel_lite.data.formats.decisions import decisions_of
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.reading.readers import placed
-from automodel_lite.errors import ConfigError, DataError, system_errors
+from automodel_lite.errors import ConfigError, DataError, is_limit, system_errors
 from automodel_lite.models.reading import ask_no_hub_without_network, hub_reason
 from automodel_lite.redact import secret_in
 
@@ -54,6 +54,8 @@ def load_tokenizer(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes of its reader
+        if is_limit(error):
+            raise
         if "instantiate the backend tokenizer" in str(error):
             raise ConfigError(
                 f"tokenizer.path={path} has no tokenizer.json: set tokenizer.path to a "

@@ -29,7 +29,7 @@ from automodel_lite.compat import (
     disable_current_modes,
 )
 from automodel_lite.config.sizes import global_batch_size_of
-from automodel_lite.errors import ConfigError, one_line
+from automodel_lite.errors import ConfigError, is_limit, one_line
 from automodel_lite.extras.plan.capacity import GPUS_GB, usable
 from automodel_lite.extras.plan.fake_world import (
     CountedAttention,
@@ -121,6 +121,8 @@ def counting(model_config: PretrainedConfig, shape: MeshShape) -> Iterator[None]
     except (ConfigError, NotImplementedError):
         raise
     except Exception as error:
+        if is_limit(error):
+            raise
         raise CountError(
             f"a step of model_type={model_config.model_type} on {shape.world_size} ranks cannot be "
             f"counted ({type(error).__name__}: {one_line(error, 200)}), so nothing is known of the "

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.rules import Count, Range, Size
-from automodel_lite.errors import ConfigError, counted, one_line
+from automodel_lite.errors import ConfigError, counted, is_limit, one_line
 from automodel_lite.evaluation.generator import prompt_ids
 from automodel_lite.evaluation.task_files import (
     Asked,
@@ -187,6 +187,8 @@ class OpenTasks:
                 try:
                     score = task.score(row, text)
                 except Exception as error:  # of the user's: the run goes on
+                    if is_limit(error):
+                        raise
                     failed.append(f"{row.where}: {type(error).__name__}: {one_line(error, 80)}")
                     score = 0.0
                 scores[-1].append(score)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_lite.errors import ConfigError, DataError, counted, one_line
+from automodel_lite.errors import ConfigError, DataError, counted, is_limit, one_line
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.questions import PROBE, parts_of, probe_turn
 from automodel_lite.parts.images.rows import PlacedImage
@@ -106,6 +106,8 @@ def prompt_text(
         try:
             text = render(chat, prompt=True)
         except Exception as error:  # whatever a template does wrong
+            if is_limit(error):
+                raise
             problem = problem or one_line(error)
             continue
         if text.count(marker) == num_images:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_lite.errors import ConfigError, DataError, explained
+from automodel_lite.errors import ConfigError, DataError, explained, is_limit
 from automodel_lite.parts.images.sources import blank_image
 
 MOST_SIZES = 200_000  # that are remembered
@@ -107,7 +107,9 @@ class SizeTable:
             return None
         try:
             counted = self._counting._get_num_multimodal_tokens(image_sizes=[(height, width)])
-        except Exception:  # not there, or of sizes that a family's code has not thought of
+        except Exception as error:  # not there, or of sizes that a family's code has not thought of
+            if is_limit(error):
+                raise
             return None
         return (*counted.num_image_tokens, *counted.num_image_patches), self.resized(width, height)
 
@@ -175,7 +177,9 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
         checking([_unseen(1, 1)], **how)
     except _Seen as found:  # once for all sizes
         ask = partial(asked._preprocess_image_like_inputs, **found.args[0])
-    except Exception:  # of what a family's code has not thought of
+    except Exception as error:  # of what a family's code has not thought of
+        if is_limit(error):
+            raise
         return lambda width, height: None
 
     def resized(width: int, height: int) -> tuple[int, int] | None:
@@ -183,7 +187,9 @@ def resize_question(own: Any) -> Callable[[int, int], tuple[int, int] | None]:
             ask([_unseen(width, height)])
         except _Seen as found:
             return None if None in found.args else found.args
-        except Exception:  # of what a family's code has not thought of
+        except Exception as error:  # of what a family's code has not thought of
+            if is_limit(error):
+                raise
             return None
         return None
 
