@@ -447,6 +447,14 @@ def test_a_refusal_of_the_template_is_a_bad_row() -> None:
         rendered("llama3", [HI])
 
 
+def test_a_full_memory_is_no_refusal_of_the_template() -> None:
+    """A chat that it refuses may be left out; one that there is no memory for may not."""
+    template = LLAMA3.template + "{{ 'a' * 10**15 }}"
+    tokenizer = byte_tokenizer(Family(template, LLAMA3.specials, LLAMA3.eos))
+    with pytest.raises(MemoryError):
+        ChatRenderer(tokenizer, "assistant").renderings([HI, HELLO])
+
+
 def test_a_template_without_an_end_token_is_refused() -> None:
     plain = Family(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
