@@ -257,7 +257,11 @@ class Peers:
     def _failure(self) -> PeerError:
         assert self._store is not None
         first = json.loads(self._store.get("failure"))
-        return PeerError(f"rank {first['rank']} on {first['host']}: {first['text']}", first["code"])
+        text = first["text"]
+        at = f"rank {first['rank']} on {first['host']}"
+        if at not in text:
+            text = f"{at}: {text}"
+        return PeerError(text, first["code"])
 
     def _watch(self) -> None:
         """In a thread: ends this rank when another one has failed, and records one that can no

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import automodel_lite
 from automodel_lite.errors import ConfigError, DataError, PeerError
 from automodel_lite.launched import this_process
 from automodel_lite.parallel import peers as peers_module
-from automodel_lite.parallel.peers import end_together, flat, open_peers, versions
+from automodel_lite.parallel.peers import Peers, end_together, flat, open_peers, versions
 from automodel_lite.run.stopping import StoppedEarly
 from automodel_lite.training.launch import watch_ranks
 from tests.ranks import run_ranks
@@ -130,6 +131,21 @@ def _meet_a_mistake(rank: int, world_size: int, waits_in: str) -> str:
             return heard[0]
     except (PeerError, DataError) as error:
         return str(error)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        ("a.jsonl:7: not JSON", "rank 0 on {}: a.jsonl:7: not JSON"),
+        ("rank 0 on {}, in step 12: lost", "rank 0 on {}, in step 12: lost"),
+    ],
+    ids=["a mistake", "one that names its rank"],
+)
+def test_the_rank_that_failed_first_is_named_once(recorded: str, told: str) -> None:
+    peers = Peers(dist.HashStore())
+    host = socket.gethostname()
+    peers.record(recorded.format(host), 1)
+    assert str(peers.first_failure()) == told.format(host)
 
 
 @pytest.mark.parametrize("waits_in", ["compare", "a collective"])
