@@ -96,7 +96,6 @@ class TrainFinetuneRecipe:
         guards.lock.check()
         batches = check_sizes(config, world_size())
         parts = rules.checked_parts(config)
-        guards.memory_text = out_of_memory_text(parts)
         # the data, before a model is loaded: their mistakes cost seconds
         self.data = prepare_data(config, batches, parts.packer)
         self.console.show([*summary.data_lines(self.data), *images_lines(self.data)])
@@ -119,6 +118,7 @@ class TrainFinetuneRecipe:
         )
         self.mesh = world.open_world(config)
         self.console.show(summary.plan_lines(report, self.plan, config, self.data))
+        guards.memory_text = out_of_memory_text(decided)
         with activity("loading the model"):
             self.built = build_model(decided, self.data.tokenizer, self.mesh, seed=config.seed)
         self.model = self.built.model

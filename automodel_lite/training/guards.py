@@ -113,7 +113,10 @@ class Guards:
         self.lock = RunLock(self.folder.lock)
         self.watchdog = Watchdog(self.folder.path, rank(), config.training.hang_timeout_s)
         # what a full memory held, and what to change: see memory.out_of_memory_text
-        self.memory_text = ""
+        self.memory_text = (
+            "No model is loaded yet, so no setting of it helps: give the process more memory "
+            "(ulimit -v, or the memory of its job or container)."
+        )
         self.state = TrainState()
         self.max_steps = 0
         self.ranks = self.slow_ranks = Control(None)

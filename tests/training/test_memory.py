@@ -30,7 +30,8 @@ from automodel_lite.training.memory import (
 from automodel_lite.training.settings import Decided, build_parts
 from benchmarks.tiny_models import tiny_config
 from recipes.train_ft import main
-from tests.runs import config_of
+from tests.data.templates import LLAMA3, byte_tokenizer
+from tests.runs import config_of, train
 
 TOKENS = 64
 FUSED = {"_target_": "automodel_lite.models.loss.FusedLinearCrossEntropy", "chunk_tokens": 16}
@@ -353,3 +354,16 @@ def test_weights_that_no_memory_holds_are_named_at_once() -> None:
     ):
         check_weights_fit(plan, torch.device("cpu"))
     check_weights_fit(replace(plan, size=replace(plan.size, parameters=10**6)), torch.device("cpu"))
+
+
+def test_a_memory_that_is_full_before_a_model_is_loaded(tmp_path: Path):
+    """Other optimizers and layouts of the model would not help."""
+    tokenizer = byte_tokenizer(LLAMA3)
+    tokenizer.chat_template = LLAMA3.template + "{{ 'a' * 10**15 }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hi", "completion": "Hello!"}\n' * 8)
+    data = ["dataset=files", "~dataset.num_chats", f"dataset.path={tmp_path / 'a.jsonl'}"]
+    reader = ["tokenizer=pretrained", f"tokenizer.path={tmp_path / 'tokenizer'}"]
+    with pytest.raises(RunStoppedError, match=r"MemoryError\nNo model is loaded yet") as stopped:
+        train("smoke", tmp_path / "run", *data, *reader)
+    assert "optimizer=" not in str(stopped.value)
