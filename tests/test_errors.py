@@ -16,6 +16,7 @@ from automodel_lite.errors import (
     counted,
     did_you_mean,
     format_value,
+    is_limit,
     is_lost_peer,
     is_out_of_memory,
     one_line,
@@ -154,6 +155,20 @@ def test_which_errors_tell_of_a_lost_peer(error: Exception, is_so: bool) -> None
 )  # fmt: skip
 def test_which_errors_tell_of_memory(error: Exception, is_so: bool) -> None:
     assert is_out_of_memory(error) is is_so
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("Too many open files"), True),
+        (ValueError("of a row"), False),
+    ],
+    ids=["memory", "threads", "files", "a mistake"],
+)
+def test_which_errors_tell_of_a_limit_of_the_machine(error: Exception, is_so: bool) -> None:
+    assert is_limit(error) is is_so
 
 
 def test_torchs_own_message_is_recognized() -> None:
