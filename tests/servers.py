@@ -19,6 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NO_ROUTE = (404, {"detail": "Not Found"})
+SGLANG_SETTINGS = set(
+    "max_new_tokens min_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
+    "frequency_penalty sampling_seed stop stop_token_ids ignore_eos no_stop_trim "
+    "skip_special_tokens".split()
+)
 Reply = tuple[int, Any]
 
 
@@ -201,7 +206,12 @@ class Vllm(StandIn):
 class Sglang(StandIn):
     def get(self, path: str) -> Reply:
         if path == "/model_info":
-            return 200, {"model_path": self.folder, "weight_version": self.version}
+            return 200, {
+                "model_path": self.folder,
+                "served_model_name": self.folder,
+                "is_generation": True,
+                "weight_version": self.version,
+            }
         return NO_ROUTE
 
     def post(self, path: str, body: Any) -> Reply:
@@ -216,32 +226,47 @@ class Sglang(StandIn):
                     return 400, {
                         "success": False,
                         "message": f"Failed to get weights iterator: {error}",
+                        "num_paused_requests": 0,
                     }
                 if body.get("flush_cache", True):
                     self.cached.clear()
                 self.version = body["weight_version"]
-                return 200, {"success": True, "message": "Succeeded to update model weights."}
+                message = (
+                    f"Succeeded to update model weights. Weight version updated to {self.version}."
+                )
+                return 200, {"success": True, "message": message, "num_paused_requests": 0}
         if path == "/load_lora_adapter":
             if not self.takes:
                 message = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
-                return 400, {"success": False, "error_message": message}
+                return 400, self.update_of_adapters(message)
+            if not Path(body["lora_path"], "adapter_config.json").is_file():
+                message = f"Failed to load LoRA adapter {body['lora_name']}: no such file."
+                return 400, self.update_of_adapters(message)
             self.add(body["lora_name"], body["lora_path"])
-            return 200, {"success": True}
+            return 200, self.update_of_adapters(None)
         if path == "/unload_lora_adapter":
-            self.adapters.pop(body["lora_name"], None)
-            return 200, {"success": True}
+            if body["lora_name"] not in self.adapters:
+                message = f"LoRA with name {body['lora_name']} does not exist."
+                return 400, self.update_of_adapters(message)
+            del self.adapters[body["lora_name"]]
+            return 200, self.update_of_adapters(None)
         return NO_ROUTE
+
+    def update_of_adapters(self, error: str | None) -> dict[str, Any]:
+        loaded = {name: name for name in self.adapters}
+        return {"success": error is None, "error_message": error, "loaded_adapters": loaded}
 
     def generate(self, body: Any) -> Reply:
         answers = []
         names = body.get("lora_path") or [None] * len(body["input_ids"])
         for prompt, own, name in zip(body["input_ids"], body["sampling_params"], names):
             if name is not None and name not in self.adapters:
-                return 400, {
-                    "error": {
-                        "message": f"The following requested LoRA adapters are not loaded: {name}"
-                    }
-                }
+                message = (
+                    f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: "
+                    f"{self.adapters.keys()}."
+                )
+                return 400, {"error": {"message": message}}
+            assert own.keys() <= SGLANG_SETTINGS
             assert own["top_k"] == -1 or own["top_k"] > 0
             asked = {
                 "most": own["max_new_tokens"],
@@ -258,8 +283,14 @@ class Sglang(StandIn):
             pairs = [
                 [log_prob, token, None] for token, log_prob in zip(one["ids"], one["log_probs"])
             ]
+            matched = one["ids"][-1] if one["reason"] == "stop" else None
             about = {
-                "finish_reason": {"type": one["reason"]},
+                "id": "",
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(one["ids"]),
+                "finish_reason": {"type": "stop", "matched": matched}
+                if one["reason"] == "stop"
+                else {"type": "length", "length": own["max_new_tokens"]},
                 "weight_version": self.version,
                 "output_token_logprobs": pairs if body["return_logprob"] else None,
             }

@@ -302,7 +302,7 @@ def test_mistakes_are_sentences(
     text = refused(Sglang(folder, takes=False), adapter)
     assert "LoRA is not enabled" in text
     assert "--enable-lora --max-lora-rank 4" in text
-    for kind, client in ((Vllm, adapter), (Vllm, whole), (Sglang, whole)):
+    for kind, client in ((Vllm, adapter), (Vllm, whole), (Sglang, adapter), (Sglang, whole)):
         stand_in = kind(folder)
         text = refused(stand_in, client, seen_as="/elsewhere/")
         assert "/elsewhere/client-" in text
@@ -342,14 +342,20 @@ class StandInOfNothing(StandIn):
 
 
 @pytest.mark.same_on_every_cpu
-def test_an_adapter_that_the_server_has_lost_is_named(folder: str, adapter: TrainingClient) -> None:
-    stand_in = Vllm(folder)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("vllm", r"The model .* does not exist"), ("sglang", "Got LoRA adapter that has never been loaded: ")],
+)
+def test_an_adapter_that_the_server_has_lost_is_named(
+    kind: str, words: str, folder: str, adapter: TrainingClient
+) -> None:
+    stand_in = KINDS[kind](folder)
     with serving(stand_in) as url, SamplingClient(url, adapter) as sampler:
         sampler.update()
         stand_in.adapters.clear()
         with pytest.raises(
             RuntimeError,
-            match=r"-000001 any more \(The model .* does not exist\): was it restarted",
+            match=rf"-000001 any more \({words}.*\): was it restarted",
         ):
             sampler.draw(REQUESTS)
 

@@ -124,7 +124,8 @@ class Server(ABC):
 
     def _failed(self, reply: Reply, name: str) -> Exception:
         """Returns the error of a request for answers."""
-        if reply.status == 404:
+        # SGLang refuses a request for an adapter that it lacks, by name, as any wrong request
+        if reply.status == 404 or (reply.status == 400 and name in reply.message()):
             return RuntimeError(
                 f"sampler={self.http.url} has no {name} any more ({reply.message()}): was it "
                 "restarted, or does it hold too few adapters? Call update() again."
@@ -267,7 +268,7 @@ class Sglang(Server):
                 f"take the adapter {folder}",
                 reply,
                 "it must see that folder (folder=, seen_as=) and be started with `--enable-lora "
-                f"--max-lora-rank {rank} --lora-target-modules all`",
+                f"--max-lora-rank {rank} --lora-target-modules all`, without --dp-size",
             )
 
     def unload_adapter(self, name: str) -> None:
@@ -312,7 +313,9 @@ class Sglang(Server):
     def _settings(self, job: Job, number: int) -> dict[str, Any]:
         asked = job.request
         return {
+            # everything is named: what is left out is the server's --preferred-sampling-params
             "max_new_tokens": asked.max_new_tokens,
+            "min_new_tokens": 0,
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "top_k": asked.top_k or -1,
