@@ -56,7 +56,12 @@ LOSSES = {
     "cross_entropy": LossFn(lambda config: CrossEntropy(), frozenset({"target_tokens"})),
     "importance_sampling": LossFn(lambda config: ImportanceSampling(), _RL),
     "ppo": LossFn(lambda config: _clipped(Ppo, config), _RL, defaults=_CLIP),
-    "cispo": LossFn(lambda config: _clipped(Cispo, config), _RL, defaults=_CLIP),
+    "cispo": LossFn(
+        lambda config: _clipped(Cispo, config),
+        _RL,
+        # a weight is bounded from above alone (tinker-cookbook 0.6.1, tutorials/202)
+        defaults={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    ),
     "dro": LossFn(lambda config: Dro(beta=config["beta"]), _RL, defaults={"beta": 0.05}),
     "gspo": LossFn(
         lambda config: _clipped(Gspo, config),
