@@ -19,11 +19,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 NO_ROUTE = (404, {"detail": "Not Found"})
-SGLANG_SETTINGS = set(
-    "max_new_tokens min_new_tokens temperature top_p top_k min_p repetition_penalty presence_penalty "
-    "frequency_penalty sampling_seed stop stop_token_ids ignore_eos no_stop_trim "
-    "skip_special_tokens".split()
-)
+SGLANG_SETTINGS = {
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "sampling_seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "no_stop_trim",
+    "skip_special_tokens",
+}
 Reply = tuple[int, Any]
 
 

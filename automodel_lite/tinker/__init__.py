@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from automodel_lite.config.components import naming_package
@@ -40,6 +38,7 @@ def install(
     """
     with naming_package("Tinker's API"):
         from tinker.lib import public_interfaces
+    from automodel_lite.tinker import cookbook
     from automodel_lite.tinker.engines import SETTINGS
     from automodel_lite.tinker.rest import RestClient
     from automodel_lite.tinker.sampling import SamplingClient
@@ -55,7 +54,7 @@ def install(
         SETTINGS.sampler = sampler
     if sampler_folder is not None:
         SETTINGS.sampler_folder = Path(sampler_folder)
-    _register_tokenizers(models or {})
+    cookbook.adapt(models or {}, SETTINGS.folder)
     for client in (RestClient, SamplingClient, ServiceClient, TrainingClient):
         name = client.__name__
         theirs = getattr(public_interfaces, name)
@@ -63,17 +62,3 @@ def install(
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is theirs:
                 setattr(module, name, client)
-
-
-def _register_tokenizers(models: Mapping[str, Sequence[str]]) -> None:
-    """Lets the cookbook find the tokenizers of names that stand for folders."""
-    if find_spec("tinker_cookbook") is None:
-        return
-    from tinker_cookbook.tokenizer_utils import register_tokenizer
-    from transformers import AutoTokenizer
-
-    for name, given in models.items():
-        for override in given:
-            key, _, source = override.partition("=")
-            if key == "model.pretrained":
-                register_tokenizer(name, partial(AutoTokenizer.from_pretrained, source))

@@ -58,7 +58,6 @@ def main() -> int:
         models[name] = shlex.split(overrides)
     if not given.module and not Path(given.script).is_file():
         parser.error(f"{given.script} is no file: name a script, or -m and a module.")
-    sys.argv = [given.script, *given.arguments]
     try:
         install(
             models,
@@ -67,6 +66,11 @@ def main() -> int:
             given.sampler,
             given.sampler_folder,
         )
+        # after it, as a mistake in what was typed is found before torch is there
+        from automodel_lite.tinker.cookbook import own_arguments
+        from automodel_lite.tinker.engines import SETTINGS
+
+        sys.argv = [given.script, *own_arguments(given.arguments, SETTINGS.folder)]
         if given.module and not _is_module(given.script):
             parser.error(f"there is no module {given.script}: is its package installed?")
         if given.module:

@@ -4,7 +4,6 @@ and the prompts that wait to be drawn together.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,22 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from automodel_lite import SamplingClient as Server
 from automodel_lite import TrainingClient as Client
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.client.sampling import Answer, Request
 from automodel_lite.extras.client.sampling_client import Gap, Version
 from automodel_lite.extras.client.seats import Seat, Snapshot
-from automodel_lite.launched import rank, world_size
 from automodel_lite.parallel.control import all_ranks
-from automodel_lite.parallel.mesh import launchers_store
+from automodel_lite.tinker.ranks import from_first
 
 PRESET = "policy"
 Given = tuple[str, tuple[str, ...]]
 """The preset and overrides of a base model's name."""
-_numbers = itertools.count()
 
 
 @dataclass
@@ -247,15 +242,7 @@ def _new_name() -> str:
     """Returns the name of an engine, the same on all ranks, and another one in each process: a
     folder that a job before has made may be of other settings.
     """
-    name = f"engine-{secrets.token_hex(4)}"
-    number = str(next(_numbers))
-    if world_size() == 1:
-        return name
-    # the ranks have no group before their first engine
-    store = dist.PrefixStore("names of engines", launchers_store())
-    if rank() == 0:
-        store.set(number, name)
-    return store.get(number).decode()
+    return from_first("names of engines", lambda: f"engine-{secrets.token_hex(4)}")
 
 
 def new_folder(root: Path, prefix: str) -> Path:
