@@ -19,6 +19,7 @@ from automodel_lite.extras.client.sampling_client import Gap, Version
 from automodel_lite.extras.client.seats import Seat, Snapshot
 from automodel_lite.parallel.control import all_ranks
 from automodel_lite.tinker.ranks import from_first
+from automodel_lite.tinker.refusals import note
 
 PRESET = "policy"
 Given = tuple[str, tuple[str, ...]]
@@ -42,7 +43,13 @@ class Settings:
     engines: dict[tuple[Given, tuple[str, ...]], Engine] = field(default_factory=dict)
 
     def given(self, base_model: str) -> Given:
-        """Returns the preset and overrides of a base model's name."""
+        """Returns the preset and overrides of a base model's name; what follows a colon is a size
+        of the service's, such as `:peft:262144`, unless a name was given with it.
+        """
+        if base_model not in self.models and not Path(base_model).exists():
+            base_model, _, size = base_model.partition(":")
+            if size:
+                note(f"{base_model}:{size} is {base_model}: set mesh and packs by --model")
         own = self.models.get(base_model, (f"model.pretrained={base_model}",))
         preset = PRESET
         if own and "=" not in own[0] and not own[0].startswith("~"):

@@ -38,7 +38,7 @@ def folder_of(root: Path, path: str) -> Path:
     if not is_whole or not all(map(is_name, parts)):
         raise ValueError(
             f"Invalid tinker path: {path}: it is tinker://RUN/weights/NAME, or sampler_weights or "
-            "external_weights in the middle."
+            "external_weights in the middle; a model's name is base_model=...."
         )
     return root.joinpath(*parts)
 
@@ -48,6 +48,14 @@ def path_of(run: Path, kind: str, name: str) -> str:
     if not is_name(name):
         raise ValueError(f"name={name!r} {NAME_RULE}.")
     return f"{SCHEME}{run.name}/{kind}/{name}"
+
+
+def check_base_model(given: str | None, facts: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError for a base model that is not the checkpoint's."""
+    if given not in (None, facts["base_model"]):
+        raise ValueError(
+            f"base_model={given}, and {path} is of {facts['base_model']}: leave base_model out."
+        )
 
 
 def write_facts(run: Path, facts: Mapping[str, Any]) -> None:

@@ -153,12 +153,34 @@ def _inputs_of(datum: Any, fn: LossFn, name: str, number: int) -> dict[str, np.n
                 f"datum {number}: loss_fn_inputs[{key!r}] has the shape {list(value.shape)}, and "
                 f"model_input has {length} tokens, target_tokens the shape {list(shape)}."
             )
+        if not np.isfinite(value).all():
+            position = int(np.argwhere(~np.isfinite(value))[0][0])
+            raise bad_request(
+                f"datum {number}: loss_fn_inputs[{key!r}] is not finite at position {position}: "
+                "look at what computed it, or leave the datum out."
+            )
+    _check_log_probs(found, number)
     if "sequence_ratio_mask" in found:
         mask = found["sequence_ratio_mask"] != 0
         if not mask.any():
             raise bad_request(f"datum {number}: sequence_ratio_mask marks no token.")
         found["sequence_ratio_mask"] = mask.astype(np.float32)
     return found
+
+
+def _check_log_probs(found: Mapping[str, np.ndarray], number: int) -> None:
+    """Raises BadRequestError for probabilities in place of their logarithms, where they count."""
+    if "logprobs" not in found:
+        return
+    # a server's arithmetic may round a certain token's above 0
+    is_wrong = (found["logprobs"] > 1e-2) & (found["advantages"] != 0)
+    if is_wrong.any():
+        position = int(is_wrong.argmax())
+        raise bad_request(
+            f"datum {number}: loss_fn_inputs['logprobs'] is {found['logprobs'][position]:g} at "
+            f"position {position}, and the logarithm of a probability is at most 0: pass the "
+            "logprobs of the sampled sequence, for each target one."
+        )
 
 
 def token_ids(model_input: Any, whose: str) -> list[int]:

@@ -164,9 +164,10 @@ class SamplingClient:
         return None
 
 
-def sampler_of(root: Path, path: str) -> SamplingClient:
+def sampler_of(root: Path, path: str, base_model: str | None = None) -> SamplingClient:
     folder = paths.folder_of(root, path).absolute()
     facts = paths.read_facts(folder.parent.parent)
+    paths.check_base_model(base_model, facts, path)
     engine = SETTINGS.engine(facts["base_model"], facts["more"])
     with engine.lock:
         source = Source(engine.client.read_snapshot(folder), None)
@@ -181,6 +182,22 @@ def _request_of(
     seed: int,
 ) -> Request:
     """Returns the client's request. seed: where the parameters have none."""
+    if not isinstance(prompt, types.ModelInput):
+        raise TypeError(
+            f"prompt is of the type {type(prompt).__name__}: make it of ids, "
+            "types.ModelInput.from_ints(tokenizer.encode(text))."
+        )
+    if not isinstance(params, types.SamplingParams) or not isinstance(
+        num_samples, int | np.integer
+    ):
+        raise TypeError(
+            f"sample(prompt, {type(num_samples).__name__}, {type(params).__name__}): write "
+            "sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=64))."
+        )
+    if num_samples < 1 or (params.max_tokens is not None and params.max_tokens < 1):
+        raise ValueError(
+            f"num_samples={num_samples} and max_tokens={params.max_tokens} must be at least 1."
+        )
     most_new = most_tokens - prompt.length
     return Request(
         prompt=token_ids(prompt, "the prompt"),

@@ -159,11 +159,7 @@ class ServiceClient:
         def make() -> TrainingClient:
             folder = paths.folder_of(self.root, path)
             facts = paths.read_facts(folder.parent.parent)
-            if base_model not in (None, facts["base_model"]):
-                raise bad_request(
-                    f"base_model={base_model}, and {path} is of {facts['base_model']}: leave "
-                    "base_model out."
-                )
+            paths.check_base_model(base_model, facts, path)
             _check_optimizer(asked)
             engine = SETTINGS.engine(facts["base_model"], facts["more"])
             facts |= {
@@ -232,7 +228,7 @@ class ServiceClient:
         @refusing
         def make() -> SamplingClient:
             if model_path is not None:
-                return sampler_of(self.root, model_path)
+                return sampler_of(self.root, model_path, base_model)
             if base_model is None:
                 raise ValueError("Either model_path or base_model must be provided")
             # a model that is in memory has its start model inside, without the adapter

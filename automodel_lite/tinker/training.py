@@ -141,7 +141,13 @@ class TrainingClient:
                 if isinstance(loss_fn, LossHandle):
                     loss, more = run_loss_handle(loss_fn, data, own)
                 else:
-                    loss, more = loss_fn(data, own)
+                    found_of_fn = loss_fn(data, own)
+                    if not isinstance(found_of_fn, tuple) or len(found_of_fn) != 2:
+                        raise TypeError(
+                            "a custom loss returns (loss, metrics): a scalar tensor and a dict of "
+                            f"numbers, which may be empty, not {type(found_of_fn).__name__}."
+                        )
+                    loss, more = found_of_fn
                 metrics.update({key: float(value) for key, value in more.items()})
                 return loss
 
@@ -168,7 +174,10 @@ class TrainingClient:
             raise ValueError("Specify optim_params or legacy adam_params, not both")
         given = optim_params if optim_params is not None else adam_params
         if not isinstance(given, types.AdamParams):
-            raise TypeError("Expected AdamParams: the optimizer is adamw here")
+            raise TypeError(
+                f"optim_step({type(given).__name__}): Expected AdamParams, such as "
+                "types.AdamParams(learning_rate=1e-4): the optimizer is adamw here"
+            )
 
         def call() -> Any:
             # what was asked of these weights is drawn before they change: nothing is copied
@@ -225,6 +234,12 @@ class TrainingClient:
 
     def _load(self, path: str, optimizer: bool) -> Any:
         folder = paths.folder_of(self.root, path).absolute()
+        if optimizer and folder.parent.name == "sampler_weights":
+            raise ValueError(
+                f"{path} holds weights alone, and no optimizer: load what save_state has saved, or "
+                "load the weights without the optimizer (load_state, or "
+                "create_training_client_from_state)."
+            )
         with self.engine.of(self) as client:
             client.load_state(folder, optimizer=optimizer)
         return types.LoadWeightsResponse(path=path, model_id=self.model_id)

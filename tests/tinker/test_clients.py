@@ -30,7 +30,7 @@ tinker = pytest.importorskip(
 from automodel_lite.tinker import install  # noqa: E402
 from automodel_lite.tinker.engines import SETTINGS, Settings, _new_name  # noqa: E402
 from automodel_lite.tinker.rest import RestClient  # noqa: E402
-from automodel_lite.tinker.rows import LOSSES  # noqa: E402
+from automodel_lite.tinker.rows import LOSSES, rows_of  # noqa: E402
 from automodel_lite.tinker.sampling import SamplingClient  # noqa: E402
 from automodel_lite.tinker.service import ServiceClient  # noqa: E402
 from automodel_lite.tinker.training import TrainingClient  # noqa: E402
@@ -287,6 +287,102 @@ def test_wrong_losses_are_bad_requests(
     # a step would be one of something else
     with pytest.raises(RuntimeError, match="this TrainingClient is poisoned"):
         client.optim_step(types.AdamParams()).result()
+
+
+def one_datum(ids: list[int], **inputs: Any) -> Any:
+    return types.Datum(model_input=types.ModelInput.from_ints(ids), loss_fn_inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "inputs", "words"),
+    [
+        (
+            "importance_sampling",
+            {"logprobs": [0.0, 0.3], "advantages": [0.0, 1.0]},
+            r"datum 0: loss_fn_inputs\['logprobs'\] is 0.3 at position 1, and the logarithm",
+        ),
+        (
+            "importance_sampling",
+            {"logprobs": [0.0, -1.0], "advantages": [0.0, float("nan")]},
+            r"datum 0: loss_fn_inputs\['advantages'\] is not finite at position 1: look at",
+        ),
+        (
+            "cross_entropy",
+            {"weights": [float("inf"), 1.0]},
+            r"datum 0: loss_fn_inputs\['weights'\] is not finite at position 0",
+        ),
+    ],
+    ids=["probabilities", "advantages", "weights"],
+)
+def test_wrong_numbers_of_a_datum_are_named(
+    loss_fn: str, inputs: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(tinker.BadRequestError, match=words):
+        rows_of([one_datum([5, 6], target_tokens=[6, 7], **inputs)], loss_fn)
+
+
+def test_log_probabilities_that_do_not_count_may_be_anything() -> None:
+    inputs = {"logprobs": [1.0, -1.0], "advantages": [0.0, 1.0]}
+    rows, _ = rows_of([one_datum([5, 6], target_tokens=[6, 7], **inputs)], "ppo")
+    assert rows[0]["old_log_probs"].tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": -1e-3}, r"optim_step\(lr=-0.001\) must be a finite number"),
+        ({"beta1": 1.5}, r"betas=\(1.5, 0.95\) must each be at least 0 and below 1"),
+        ({"weight_decay": float("nan")}, r"optim_step\(weight_decay=nan\) must be"),
+        ({"eps": -1.0}, r"optim_step\(eps=-1\) must be"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_step_by_impossible_numbers_is_refused(
+    settings: dict[str, float], words: str, service: Any, folder: str
+) -> None:
+    client = service.create_lora_training_client(folder, rank=0).result()
+    client.forward_backward(data_of("cross_entropy"), "cross_entropy").result()
+    with pytest.raises(tinker.BadRequestError, match=words):
+        client.optim_step(types.AdamParams(**settings)).result()
+
+
+def test_wrong_arguments_are_named(service: Any, folder: str) -> None:
+    client = service.create_lora_training_client(folder, rank=4).result()
+    with pytest.raises(TypeError, match=r"optim_step\(float\): Expected AdamParams, such as"):
+        client.optim_step(1e-3)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([5, 6])
+    params = types.SamplingParams(max_tokens=2)
+    for call, error, words in (
+        (("text", 1, params), TypeError, "prompt is of the type str: make it of ids"),
+        ((prompt, params, 1), TypeError, r"sample\(prompt, SamplingParams, int\): write"),
+        ((prompt, 0, params), tinker.BadRequestError, "num_samples=0 and max_tokens=2 must be"),
+    ):
+        with pytest.raises(error, match=words):
+            sampler.sample(*call).result()
+    path = client.save_weights_for_sampler("then").result().path
+    with pytest.raises(tinker.BadRequestError, match=f"{path} holds weights alone, and no optim"):
+        service.create_training_client_from_state_with_optimizer(path).result()
+    with pytest.raises(
+        tinker.BadRequestError, match=f"base_model=other, and {path} is of {folder}"
+    ):
+        service.create_sampling_client(model_path=path, base_model="other").result()
+    with pytest.raises(tinker.BadRequestError, match="a model's name is base_model="):
+        service.create_sampling_client(folder).result()
+    with pytest.raises(TypeError, match=r"returns \(loss, metrics\): a scalar tensor and a dict"):
+        client.forward_backward_custom(
+            data_of("cross_entropy"), lambda data, found: found[0].sum()
+        ).result()
+
+
+def test_a_size_of_the_service_s_is_the_model(
+    service: Any, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SETTINGS.models["small"] = (f"model.pretrained={folder}",)
+    assert SETTINGS.given("small:peft:262144") == SETTINGS.given("small")
+    assert capsys.readouterr().err == (
+        "tinker     small:peft:262144 is small: set mesh and packs by --model\n"
+    )
 
 
 # ---------------------------------------------- answers

@@ -360,6 +360,7 @@ class TrainingClient:
                 f"optim_step divides by {divisor:g}, which must be a finite number above 0: "
                 "divide_by=1 takes the sum of the gradients."
             )
+        _check_settings_of_step(lr, max_grad_norm, betas, eps, weight_decay)
         given = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         of_step = {name: value for name, value in given.items() if value is not None}
         self._same([lr, max_grad_norm, divide_by, of_step], "settings of optim_step")
@@ -883,6 +884,28 @@ def _is_decayed(group: dict[str, Any]) -> bool:
     configured decay is?
     """
     return bool(group.get("weight_decay")) or any(p.ndim > 1 for p in group["params"])
+
+
+def _check_settings_of_step(
+    lr: float | None,
+    max_grad_norm: float | None,
+    betas: tuple[float, float] | None,
+    eps: float | None,
+    weight_decay: float | None,
+) -> None:
+    """Raises ValueError for a number that no optimizer takes: a step by it ruins the weights."""
+    at_least_0 = {
+        "lr": lr,
+        "max_grad_norm": max_grad_norm,
+        "eps": eps,
+        "weight_decay": weight_decay,
+    }
+    for name, value in at_least_0.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"optim_step({name}={value:g}) must be a finite number of at least 0.")
+    for beta in betas or ():
+        if not 0 <= beta < 1:
+            raise ValueError(f"optim_step: betas={betas} must each be at least 0 and below 1.")
 
 
 def _as_groups(groups: Iterable[Any]) -> list[list[Any]]:
