@@ -344,7 +344,10 @@ class StandInOfNothing(StandIn):
 @pytest.mark.same_on_every_cpu
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("vllm", r"The model .* does not exist"), ("sglang", "Got LoRA adapter that has never been loaded: ")],
+    [
+        ("vllm", r"The model .* does not exist"),
+        ("sglang", "Got LoRA adapter that has never been loaded: "),
+    ],
 )
 def test_an_adapter_that_the_server_has_lost_is_named(
     kind: str, words: str, folder: str, adapter: TrainingClient

@@ -224,10 +224,14 @@ def test_losses_are_their_formulas_on_two_ranks(layout: str, folder: str, tmp_pa
 
 
 def differing_on(rank: int, world: int, folder: str, root: Path) -> str:
-    client = begin(root, "mesh.dp_shard=2").create_lora_training_client(folder, rank=0).result()
-    data = data_of("ppo")[: rank + 1]
+    service = begin(root, "mesh.dp_shard=2")
+    client = service.create_lora_training_client(folder, rank=4).result()
+    data = data_of("ppo")
+    with pytest.raises(tinker.BadRequestError, match="rank 1 was called with other losses than"):
+        client.forward_backward(data, "ppo", {"clip_high_threshold": 1.2 + rank}).result()
+    other = service.create_lora_training_client(folder, rank=4).result()
     with pytest.raises(tinker.BadRequestError, match="rank 1 was called with other rows"):
-        client.forward_backward(data, "ppo").result()
+        other.forward_backward(data[: rank + 1], "ppo").result()
     return "named"
 
 

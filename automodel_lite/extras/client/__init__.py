@@ -794,21 +794,23 @@ class TrainingClient:
         return self._teachers[pretrained, revision]
 
     def _pack(self, groups: list[list[Any]], loss: Loss) -> PackedRows:
-        """Checks that the ranks were called with the same rows, and packs them."""
+        """Checks that the ranks were called with the same rows and loss, and packs them."""
         lm = self._scorer.model.loss_model.lm
         limits = (self._packer.packed_sequence_size, embedding_rows(lm), self._positions)
 
         rows: list[list[Row]] = []
 
-        def check() -> str:
+        def check() -> tuple[str, str]:
             rows.extend(check_rows(loss.complete(groups), loss, *limits))
             digest = hashlib.sha256()
             for row in (row for group in rows for row in group):
                 for name, values in row.items():
                     digest.update(f"{name} {values.shape}".encode() + values.tobytes())
-            return digest.hexdigest()
+            return digest.hexdigest(), _description(loss)
 
-        _compare(self._ranks.on_all(check), "rows")
+        found = self._ranks.on_all(check)
+        _compare([of_loss for _, of_loss in found], "losses")
+        _compare([of_rows for of_rows, _ in found], "rows")
         shape = self.mesh.shape
         size = self.config.training.micro_batch_size
         is_compiled = self.built.compiled.partition(":")[0] != "off"
@@ -939,6 +941,16 @@ def _check_settings(config: Config, parts: RunParts) -> None:
 
 def _as_json(value: object) -> object:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else list(value)  # type: ignore[call-overload]
+
+
+def _description(loss: Loss) -> str:
+    """Returns what tells a loss from others: its class and the numbers that it was made with."""
+    numbers = {
+        name: value
+        for name, value in vars(loss).items()
+        if isinstance(value, bool | int | float | str)
+    }
+    return f"{type(loss).__module__}.{type(loss).__qualname__} {numbers}"
 
 
 def _compare(digests: list[str], what: str) -> None:
