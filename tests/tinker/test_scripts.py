@@ -48,7 +48,9 @@ def run_script(folder: Path, *line: str) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-m", "automodel_lite.tinker", *line]
     env = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=1200
+    )
 
 
 @pytest.mark.system
