@@ -92,7 +92,7 @@ def test_what_is_not_there_is_a_sentence(line: list[str], words: str, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_loop_of_the_page_learns(tmp_path: Path) -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "cookbook" / "tinker.md"
     found = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
