@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -78,10 +79,18 @@ def write_chats(folder: Path, name: str, num: int, rng: random.Random) -> None:
     (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
-def write_model(folder: Path) -> None:
-    """Writes the model, its tokenizer of words, and its processor."""
-    words = sorted({*COLORS, "What", "color", "is", "it", "?"})
-    vocab = {word: number for number, word in enumerate([*SPECIALS, "[UNK]", *words])}
+def write_model(
+    folder: Path,
+    words: Iterable[str] = (*COLORS, "What", "color", "is", "it", "?"),
+    side: int = SIDE,
+    patch: int = PATCH,
+) -> None:
+    """Writes the model, its tokenizer of words, and its processor.
+
+    words        that it can read and write
+    side, patch  of the picture that it sees, in pixels: (side / patch / 2) ** 2 tokens
+    """
+    vocab = {word: number for number, word in enumerate([*SPECIALS, "[UNK]", *sorted({*words})])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece(prefix="")
@@ -99,7 +108,7 @@ def write_model(folder: Path) -> None:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": 1,
@@ -109,8 +118,8 @@ def write_model(folder: Path) -> None:
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "image_size": SIDE,
-        "patch_size": PATCH,
+        "image_size": side,
+        "patch_size": patch,
     }
     config = Idefics3Config(
         vision_config=vision,
@@ -123,10 +132,10 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(0)
     Idefics3ForConditionalGeneration(config).save_pretrained(folder)
     pictures = Idefics3ImageProcessorPil(
-        size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
+        size={"longest_edge": side}, max_image_size={"longest_edge": side}, do_image_splitting=False
     )
     pictures.save_pretrained(folder)
-    tokens = (SIDE // PATCH // 2) ** 2
+    tokens = (side // patch // 2) ** 2
     (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": tokens}))
 
 

@@ -105,11 +105,9 @@ def easy_vqa(work: Work, num_pictures: int = 48) -> Path:
         folder.mkdir(parents=True)
         train = found(package(work, PICTURES), "data") / "train"
         questions = json.loads((train / "questions.json").read_text())
-        # the script's model has a token for each word that it knows
-        made = runpy.run_path(str(script))
         words = {word for asked, said, _ in questions for word in f"{asked} {said}".split()}
-        made["COLORS"].update({word.rstrip("?").strip(): (0, 0, 0) for word in words})
-        made["write_model"](folder / "model")
+        known = {*(word.rstrip("?") for word in words), "?"}
+        runpy.run_path(str(script))["write_model"](folder / "model", known)
         rows = []
         for question, answer, image in questions:
             if image >= num_pictures:
