@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real_model import ROOT, fetch
+from benchmarks.real_model import ROOT
 from tests.forked import warm_python
+from tests.pretrained import smollm2
 from tests.recipes.test_first_jobs import FORM, MAILS, RECORD, facts
 from tests.runs import train_quick
 
@@ -78,7 +79,7 @@ def test_two_words_start_a_run_and_the_same_words_continue_it(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_two_commands_make_a_model_that_answers(tmp_path: Path) -> None:
-    model = fetch(ROOT / ".cache" / "real")
+    model = smollm2()
     write_orders(tmp_path / "data", 400)
     # bf16 is the default on a GPU
     bf16 = "training.precision=bf16"
