@@ -40,6 +40,11 @@ IMAGES = ROOT / "docs/cookbook/images.md"
 COOKBOOK = [
     page for page in sorted((ROOT / "docs/cookbook").glob("*.md")) if page.name not in OTHERS
 ]
+# blocks that begin with an example's own data and model run as they are printed, in
+# tests/examples/test_decisions.py
+OF_EXAMPLES = re.compile(
+    r"^```bash\n(pip download|python examples/).*?^```", re.MULTILINE | re.DOTALL
+)
 WITH_CONFIG = ("train_ft", "prepare_data", "inspect_data", "score", "verify", "evaluate")
 READERS_OWN = re.compile(
     r"/models/|/data/|\.jsonl|\.csv|\.\.\.|<|meta-llama|Qwen/|--nnodes|--nproc(-per-node)? (8|gpu)|attention=(varlen|flash|te|flex)|"
@@ -68,19 +73,20 @@ class Command:
 
 
 def commands(pages: list[Path]) -> list[Command]:
+    return [command for page in pages for command in commands_of(page.name, page.read_text())]
+
+
+def commands_of(page: str, text: str) -> list[Command]:
     """Lines of fenced blocks that start a recipe, continued lines joined."""
     found = []
-    for page in pages:
-        for block in re.findall(
-            r"^```\w*\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
-        ):
-            for line in re.sub(r"\\\n\s*", "", block).splitlines():
-                line = re.sub(r"^(\$ |srun )", "", line.strip())
-                if (
-                    re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py|automodel-lite \w", line)
-                    and " | " not in line
-                ):
-                    found.append(Command(page.name, line))
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            line = re.sub(r"^(\$ |srun )", "", line.strip())
+            if (
+                re.match(r"(torchrun|python)\b.*\brecipes/\w+\.py|automodel-lite \w", line)
+                and " | " not in line
+            ):
+                found.append(Command(page, line))
     return found
 
 
@@ -296,7 +302,7 @@ def test_a_page_of_the_cookbook_runs(page: Path, tmp_path: Path):
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    for command in commands([page]):
+    for command in commands_of(page.name, re.sub(OF_EXAMPLES, "", text)):
         words = shlex.split(command.text.replace("--nproc 8", "--nproc 2").replace("cp=8", "cp=2"))
         if command.recipe in WITH_CONFIG:
             words += SMALL
