@@ -34,7 +34,17 @@ def ending_notes(
     is_short = all(row["step"] <= MOST_STEPS for row in rows)
     if should_settle and is_short and (fall := loss_fall(losses)):
         before, last = fall
-        yield f"the loss still fell at the end, from {before:.3f} to {last:.3f}: {longer}"
+        held_out = held_out_loss(rows)
+        # Rows that were read before have a lower loss each time, learned by heart or not. What a
+        # longer run is worth, held-out rows tell: their loss is near where it falls for all rows.
+        if held_out and num_epochs and num_epochs > 1 and held_out - last > before - last:
+            yield (
+                f"the loss still fell at the end, to {last:.3f}, on rows that were read "
+                f"{num_epochs:.3g} times, and is {held_out:.3f} on held-out ones: more rows teach "
+                "more than more epochs"
+            )
+        else:
+            yield f"the loss still fell at the end, from {before:.3f} to {last:.3f}: {longer}"
     asked = [row for row in rows if row.get("answers_in_form") is not None and row.get("answers")]
     if asked and asked[-1]["answers_in_form"] < LEAST_IN_FORM * asked[-1]["answers"]:
         found, of = asked[-1]["answers_in_form"], asked[-1]["answers"]
@@ -57,6 +67,14 @@ def loss_fall(losses: Sequence[float]) -> tuple[float, float] | None:
     last = fmean(losses[-third:])
     is_fall = last > LEARNED and before - last > max(FALL * before, LEAST_FALL)
     return (before, last) if is_fall else None
+
+
+def held_out_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the loss of the last validation, of several sets their mean; None without one."""
+    validated = [row for row in rows if any(key.startswith("val_loss/") for key in row)]
+    if not validated:
+        return None
+    return fmean(value for key, value in validated[-1].items() if key.startswith("val_loss/"))
 
 
 def longer_settings(training: TrainingConfig, num_epochs: float | None) -> str:

@@ -65,3 +65,20 @@ def test_a_run_is_told_what_to_set() -> None:
     assert list(ending_notes(rows[:-1], TrainingConfig(), 3.0, should_settle=False)) == []
     long = [{**row, "step": row["step"] * 100} for row in rows[:-1]]
     assert list(ending_notes(long, TrainingConfig(), 3.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("held_out", "epochs", "cure"),
+    [
+        (1.9, 3.0, "training.num_epochs=6"),  # all rows have the loss of those that were trained on
+        (3.1, 3.0, "more rows teach more than more epochs"),  # they are learned by heart
+        (3.1, 1.0, "training.num_epochs=2"),  # each row is new: the validation set is a harder one
+    ],
+)
+def test_rows_learned_by_heart_are_no_reason_to_go_on(
+    held_out: float, epochs: float, cure: str
+) -> None:
+    rows = [{"step": step * 10, "loss": 3.0 - step / 4} for step in range(6)]
+    rows += [{"step": 30, "val_loss/a": 9.0}, {"step": 50, "val_loss/a": held_out}]
+    (note,) = ending_notes(rows, TrainingConfig(), epochs)
+    assert cure in note
