@@ -4,7 +4,7 @@ that was fitted on held-out questions.
 python recipes/decide.py runs/mine questions.jsonl                      (prints the answers)
 python recipes/decide.py runs/mine questions.jsonl --out answers.jsonl
 python recipes/decide.py Qwen/Qwen3-0.6B questions.jsonl                (a model as it is)
-python recipes/decide.py runs/mine questions.jsonl dataset=images       (settings of a run)
+python recipes/decide.py runs/mine questions.jsonl mesh.cp=2            (settings of a run)
 
 A row has a state and its questions, `{"state", "questions"}` or `{"state", "question", "options"}`;
 answers that it brings are compared with the model's. The state is read once for all of its
@@ -30,7 +30,7 @@ from automodel_lite.config.check import check_config
 from automodel_lite.config.model_files import check_writes
 from automodel_lite.config.rules import PATH, Range, argument
 from automodel_lite.config.schema import Config
-from automodel_lite.errors import ConfigError, printable
+from automodel_lite.errors import ConfigError, DataError, printable
 from automodel_lite.results import RESULTS
 from automodel_lite.run.checkpoint_folder import exported_folder, older_export
 from automodel_lite.run.durable import write_atomically
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from automodel_lite.evaluation.decisions import Answered
 
 PACK_TOKENS = 4096
+IMAGES = "dataset=images"  # of rows that have any
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,9 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "model", type=argument(str, PATH), help="a run, a model or adapter folder, or a hub name"
     )
     found.add_argument("file", type=argument(str, PATH), help="the questions")
-    found.add_argument(
-        "settings", nargs="*", default=(), help="settings of a run, dataset=images mesh.cp=2"
-    )
+    found.add_argument("settings", nargs="*", default=(), help="settings of a run, mesh.cp=2")
     found.add_argument("--out", type=argument(Path), help="the file to write, a line per row")
     found.add_argument(
         "--checkpoint",
@@ -125,6 +124,10 @@ def config_of(folder: str, args: argparse.Namespace, written: dict[str, Any]) ->
     if adapter:  # on its base, as training would go on with it
         pretrained = str(adapter["base_model_name_or_path"])
         more = ["peft=lora"]
+    typed = {key: value or "" for key, value in map(split, args.settings)}
+    if "dataset" not in typed:
+        with suppress(ConfigError, DataError):  # the file is read below, and named there
+            more += [text for text in job.rows_of([args.file], typed).options if text == IMAGES]
     plain = [
         "name=decide",
         f"packed_sequence.packed_sequence_size={PACK_TOKENS}",

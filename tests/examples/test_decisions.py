@@ -89,7 +89,6 @@ def test_a_picture_answers_all_its_questions(tmp_path: Path) -> None:
             kind = name.rpartition("_")[0]
             asked[kind] += 1
             right[kind] += given["answers"][name] == answer
-    # of 119, 128 and 743; who never looks is right in at most 13, 57 and 636
-    assert right["color"] > 0.5 * asked["color"]
-    assert right["shape"] > 0.6 * asked["shape"]
-    assert right["is_there"] > 0.88 * asked["is_there"]
+    # who never looks is right in 13 of 119, and of all 990 in 706
+    assert right["color"] > 0.9 * asked["color"]
+    assert right.total() > 0.77 * asked.total()

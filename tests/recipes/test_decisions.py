@@ -227,3 +227,21 @@ def test_the_file_alone_is_asked_for_where_it_is_missing() -> None:
     assert (args.file, [*args.settings]) == ("questions.jsonl", [])
     with pytest.raises(ConfigError, match=r"arguments are required: file \("):
         decide.parser().parse_args(["runs/x"])
+
+
+@pytest.mark.parametrize(
+    ("more", "settings", "reads_images"),
+    [
+        ({}, [], False),
+        ({"images": ["a.png"]}, [], True),
+        ({"images": ["a.png"]}, ["dataset.format=decisions"], False),  # which leaves them out
+    ],
+)
+def test_pictures_are_read_where_rows_have_them(
+    trained: Path, tmp_path: Path, more: dict[str, Any], settings: list[str], reads_images: bool
+) -> None:
+    path = tmp_path / "asked.jsonl"
+    path.write_text(json.dumps({**rows(1)[0], **more}))
+    args = decide.parser().parse_args([str(trained), str(path), *settings])
+    found = decide.config_of(str(trained / "hf"), args, {}).dataset
+    assert ("processor" in found) is reads_images
