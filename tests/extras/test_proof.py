@@ -25,9 +25,11 @@ def test_rows_have_names_of_their_own() -> None:
 
 def test_curves_are_as_far_apart_as_their_worst_step() -> None:
     curve = {1: (2.0, 1.0), 2: (1.0, 1.0)}
-    assert farthest(curve, {1: (2.0, 1.0), 2: (1.5, 1.0)}) == 0.5
-    assert of_curves(curve, curve) == Seen("0e+00 at most over 2 steps, loss 2.0000 → 1.0000", True)
+    assert farthest(curve, {1: (2.0, 1.0), 2: (1.5, 1.0)}) == (0.5, 2)
+    text = "5e-06 at most, in step 2 of 2; loss 2.0000 → 1.0000"
+    assert of_curves(curve, {1: (2.0, 1.0), 2: (1.000005, 1.0)}) == Seen(text, True)
     assert of_curves(curve, {1: (2.0, 1.0), 2: (1.0002, 1.0)}).passed is False
+    assert of_curves(curve, {1: (2.0, 1.0), 2: (float("nan"), 1.0)}).passed is False
     with pytest.raises(ConfigError, match="2 and 1 steps"):
         farthest(curve, {1: (2.0, 1.0)})
 

@@ -59,9 +59,7 @@ def proof(argv: list[str]) -> int:
         "--to", type=argument(Path), default=Path("proof"), help="the folder (default: proof)"
     )
     parser.add_argument("--steps", type=int, default=50, help="of tiny models (default: 50)")
-    parser.add_argument(
-        "--real-steps", type=int, default=100, help="of SmolLM2-135M (default: 100)"
-    )
+    parser.add_argument("--real-steps", type=int, default=50, help="of SmolLM2-135M (default: 50)")
     parser.add_argument(
         "--peers", type=argument(Path), help="a Python whose environment has peers, such as TRL"
     )

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 job = json.load(open(sys.argv[1]))
+torch.set_num_threads(job["threads"])
 model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained(job["model"])
 rows, places = [], []
@@ -162,6 +163,7 @@ def trl_curve(work: Work, run: Path, model: Path) -> Curve:
         "rates": [step.rate for step in steps],
         "adamw": adamw_of(config),
         "max_norm": config.training.max_grad_norm,
+        "threads": torch.get_num_threads(),
     }
     path = work.folder / "trl-steps.json"
     path.write_text(json.dumps(job))

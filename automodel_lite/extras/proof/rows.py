@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from automodel_lite.extras.proof import data, packers, plain
 from automodel_lite.extras.proof.work import (
     Curve,
@@ -72,11 +74,10 @@ class Row:
 
 def of_curves(curve: Curve, other: Curve, limit: float = LIMIT) -> Seen:
     """Compares two curves."""
-    distance = farthest(curve, other)
+    distance, step = farthest(curve, other)
     last = max(curve)
-    text = (
-        f"{distance:.0e} at most over {last} steps, loss {curve[1][0]:.4f} → {curve[last][0]:.4f}"
-    )
+    losses = f"loss {curve[1][0]:.4f} → {curve[last][0]:.4f}"
+    text = f"{distance:.0e} at most, in step {step} of {last}; {losses}"
     return Seen(text, distance <= limit)
 
 
@@ -266,6 +267,8 @@ def pretrained_run(work: Work) -> tuple[Path, Path]:
         "packed_sequence.overlong=drop",
         f"training.max_steps={work.real_steps}",
         "training.precision=fp32",
+        # as many as plain transformers, which runs in this process, and TRL have
+        f"training.num_threads={torch.get_num_threads()}",
         "training.global_batch_size=1",
         "training.num_epochs=null",
         "training.val_every_steps=0",

@@ -5,6 +5,7 @@ A curve is read from ledger.jsonl, which has every step with every digit.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -55,7 +56,7 @@ class Work:
 
     folder: Path
     steps: int = 50
-    real_steps: int = 100
+    real_steps: int = 50
     peers: Path | None = None
     commands: list[str] = field(default_factory=list)  # of the row under way
     timeout_s: int = 3600
@@ -130,13 +131,16 @@ def curve_of(run: Path) -> Curve:
     return {line.step: (line.row["loss"], line.row["norm"]) for line in lines if line.step}
 
 
-def farthest(curve: Curve, other: Curve) -> float:
-    """Returns the largest relative difference of two curves' losses; raises ConfigError for curves
-    of other steps.
+def farthest(curve: Curve, other: Curve) -> tuple[float, int]:
+    """Returns the largest relative difference of two curves' losses, and its step; a loss that is
+    no number is the farthest. Raises ConfigError for curves of other steps.
 
     >>> farthest({1: (2.0, 1.0)}, {1: (2.002, 1.0)})
-    0.001
+    (0.001, 1)
     """
     if curve.keys() != other.keys() or not curve:
         raise ConfigError(f"the curves have {len(curve)} and {len(other)} steps.")
-    return max(abs(other[step][0] - loss) / abs(loss) for step, (loss, _) in curve.items())
+    distances = {step: abs(other[step][0] - loss) / abs(loss) for step, (loss, _) in curve.items()}
+    # no comparison with NaN is true, and `max` would pass it by
+    worst = max(distances, key=lambda step: (math.isnan(distances[step]), distances[step]))
+    return distances[worst], worst
