@@ -165,6 +165,8 @@ def processes_text(decided: Decided) -> str:
     shape = decided.shape
     plural = "es" if shape.world_size > 1 else ""
     more = f" x tp {shape.tp}, ep {shape.ep}" if shape.tp * shape.ep > 1 else ""
+    if decided.mesh.ep_overlap:
+        more += " with micro-batches in turns"
     axes = f"dp_replicate {shape.dp_replicate} x dp_shard {shape.dp_shard} x cp {shape.cp}{more}"
     return f"{shape.world_size} process{plural} ({axes}, {decided.strategy})"
 
