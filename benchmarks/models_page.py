@@ -76,7 +76,7 @@ def of_images(findings: list[Any]) -> Blocks:
     others = [x for x in findings if x.verdict not in ("exact", "refused")]
     jobs = [x.job for x in exact(findings)]
     num_trained = jobs.count("trains")
-    num_untried = sum(job.startswith("not tried") for job in jobs)
+    num_untried = sum(not job or job.startswith("not tried") for job in jobs)
     counts = [
         f"**{num_trained} of {len(findings)} families train as a job, exactly**: of {len(jobs)} whose packs are exact, "
         f"{len(jobs) - num_trained - num_untried} are refused by the recipe, and for {num_untried} no job of tiny sizes "
@@ -86,7 +86,7 @@ def of_images(findings: list[Any]) -> Blocks:
     kinds = ("loss", "language", "projector", "tower")
     columns = {kind: lambda x, kind=kind: f"{x.gaps.get(kind, 0.0):.0e}" for kind in kinds}
     columns |= {
-        "job": lambda x: x.job,
+        "job": lambda x: x.job or "not tried",
         "eager / sdpa": lambda x: f"{max(x.own.values()):.0e}" if x.own else "no sdpa",
         "": lambda x: ", ".join([*x.notes, *[f"{x.fp64:.0e} in fp64"] * bool(x.fp64)]),
     }
