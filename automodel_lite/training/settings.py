@@ -99,14 +99,16 @@ def build_parts(config: Config) -> RunParts:
     if loss.head == "score":
         whole = "a document is scored at its end, and stays whole"
         packer.keep_whole(whole, ("truncate", "split"), together=True)
-    packer.can_cut = not loss.separates_rows
+    # a document that is cut would be several, each with a loss of its own
+    takes_whole = loss.separates_rows or loss.needs_documents
+    packer.can_cut = not takes_whole
     if "answers" in loss.required:
         whole = "pairs of answers stay whole, in one pack"
         packer.keep_whole(whole, ("truncate", "split"), together=True)
     if "choice_ids" in loss.required:
         whole = "questions stay whole, as an answer stands at the end of its row"
         packer.keep_whole(whole, ("truncate", "split"))
-    if loss.separates_rows:
+    if takes_whole:
         packer.keep_whole(
             f"rows of loss={type(loss).__name__} stay whole, as what a label counts follows from "
             "all of its row",

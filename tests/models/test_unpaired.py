@@ -13,6 +13,7 @@ from torch import Tensor
 from automodel_lite.attention.interface import install
 from automodel_lite.attention.kernel import ReferenceAttention
 from automodel_lite.columns import DESIRABLE, MISMATCHED, UNDESIRABLE
+from automodel_lite.config.check import check_config
 from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
@@ -25,9 +26,11 @@ from automodel_lite.parallel.sharding import parallelize
 from automodel_lite.parts.losses.unpaired import Kto
 from automodel_lite.thd import ThdBatch, to_thd
 from automodel_lite.training.engine import Engine
+from automodel_lite.training.rules import checked_parts
 from tests.attention.families import VOCAB, build
 from tests.attention.hybrids import InFloat64
 from tests.ranks import run_ranks
+from tests.runs import composed
 
 Row = dict[str, Any]
 Judged = tuple[Row, Row]  # a row's own answer, and the mismatched one
@@ -179,6 +182,15 @@ OVER_RANKS = {
 def test_two_ranks_equal_the_formula(shape: tuple[int, int, int], strategy: str) -> None:
     for found in run_ranks(spread, 2, shape, strategy):
         check(found, make_rows(shift=-5.5), LOSS, 1e-9, 1e-6)
+
+
+@pytest.mark.parametrize("cut", ["packed_sequence.overlong=split", "packed_sequence=wrapped"])
+def test_an_answer_is_not_cut_into_several(cut: str) -> None:
+    """Each piece would be judged as an answer of its own."""
+    raw = composed("kto", "name=x", "dataset.path=judged.jsonl", "model.pretrained=x",
+                   "packed_sequence.packed_sequence_size=64", cut)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rows of loss=Kto stay whole, .* use"):
+        checked_parts(check_config(raw))
 
 
 def test_a_training_client_has_no_whole_step() -> None:
