@@ -125,8 +125,9 @@ def print_losses(
         assert losses is not None  # nobody stops it
         documents = packs.plan.counts.packed_documents
         RESULTS[name] = losses | {"documents": documents}
-        if parts.loss.head == "score":
-            console.say("scores", f"{name}: {scores_text(losses)}, of {documents:,} documents")
+        if not parts.loss.of_text:
+            measures = f"{name}: {measures_text(losses)}, of {counted(documents, 'document')}"
+            console.say("scores" if parts.loss.head == "score" else "answers", measures)
             continue
         shown = (
             f"{losses.get('cross_entropy', losses['loss']):.4f}, perplexity "
@@ -144,9 +145,11 @@ def print_losses(
             console.say("measures", f"{name}: {scores_text({'loss': losses['loss'], **own})}")
 
 
-def scores_text(measures: Mapping[str, float]) -> str:
-    """Returns the measures of a score head as they are printed: `loss 0.0295, accuracy 97.9 %`."""
-    shares = ("accuracy", "f1", "ece")
+def measures_text(measures: Mapping[str, float]) -> str:
+    """Returns the measures of a loss that is not of text, as they are printed: `loss 0.0295,
+    accuracy 97.90%`.
+    """
+    shares = ("accuracy", "f1", "ece", "calibrated_ece", "records_right")
     shown = [
         f"{name} {value:.2%}" if name in shares else f"{name} {value:.4f}"
         for name, value in measures.items()

@@ -230,6 +230,8 @@ class Loss(ABC):
     separates_rows   calls `inputs.per_row`: rows of a tree share no label
     needs_teacher    asks for `inputs.teacher`
     head             which head of the model it reads: `lm`, over the vocabulary, or `score`
+    of_text          labels are tokens to be written: token accuracy, perplexity and heads for
+                     further tokens are of these
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program
                      computes
     unit             of its mean, as a report writes it; empty of a loss that has none
@@ -245,6 +247,7 @@ class Loss(ABC):
     needs_teacher: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     head: ClassVar[str] = "lm"
+    of_text: ClassVar[bool] = True
     unit: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:

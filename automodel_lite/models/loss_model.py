@@ -120,10 +120,10 @@ class LossModel(nn.Module):
         return replace(batch, ahead=self.heads.targets(batch)) if self.heads else batch
 
     def forward(self, batch: ThdBatch, loss: Loss | None = None) -> LossOutput:
-        """Returns the loss, or another `loss` of the same rows. Outside training its parts also
-        hold `token_accuracy`, the number of labels that are the likeliest token, and, where the
-        loss is not plain, `cross_entropy`, its sum over the label tokens. Heads for further tokens
-        are trained beside the model's own loss.
+        """Returns the loss, or another `loss` of the same rows. Outside training the parts of one
+        of text also hold `token_accuracy`, the number of labels that are the likeliest token, and,
+        where the loss is not plain, `cross_entropy`, its sum over the label tokens. Heads for
+        further tokens are trained beside the model's own loss.
         """
         if self.noise and self.training:
             with self.noise.of(batch):
@@ -207,7 +207,7 @@ class LossModel(nn.Module):
         # by which runs of different losses compare
         if not self.training:
             self.judged_rows = loss.rows_to_judge(inputs)
-        if not self.training and not self.scores:
+        if not self.training and loss.of_text:
             losses_R, hits_R = inputs.rows(_loss_and_hit, labels_R).unbind(-1)
             weights_R = columns.get("loss_weights", torch.ones_like(hits_R))
             parts = {**parts, "token_accuracy": (hits_R * weights_R).sum()}

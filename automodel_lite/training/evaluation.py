@@ -70,7 +70,7 @@ def validation_losses(
     `token_accuracy` 0..1 and, where it is not the loss, the plain `cross_entropy`, means over all
     label tokens, by their weights; the `perplexity` of that; and what the loss finds in the values
     that it judges, which are added to `judged`. By these, runs of different losses compare. Of a
-    score head, in place of tokens, the measures of its loss. Every rank calls it.
+    loss that is not of text, in place of tokens, its own measures alone. Every rank calls it.
 
     `must_stop` is called after every batch, on all ranks; None when it is true.
     """
@@ -122,7 +122,7 @@ def validation_losses(
         is_per_label = name in ("token_accuracy", "cross_entropy")
         count = num_labels if is_per_label else num_items
         means[name] = mesh.sum(value).item() / (count or 1)
-    if not loss_model.scores:
+    if loss_model.loss.of_text:
         # The loss is the cross-entropy where that is not a part of its own; e^700 is near the
         # largest float.
         cross_entropy = means.get("cross_entropy", means["loss"])

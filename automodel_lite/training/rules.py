@@ -248,7 +248,7 @@ def _mtp_rules(parts: RunParts) -> Iterator[ConfigError]:
             key=key,
             cure=f"set {key}=0",
         )
-    if loss.needs_documents or loss.needs_reference:
+    if loss.needs_documents or loss.needs_reference or not loss.of_text:
         yield ConfigError(
             f"{mtp} predicts further tokens of what is imitated, and loss={type(loss).__name__} "
             "compares answers or rewards them",

@@ -17,7 +17,8 @@ from automodel_lite.data.tokens.decisions import DecisionRenderer, DecisionStyle
 from automodel_lite.errors import ConfigError
 from automodel_lite.extras.hub import write_card
 from automodel_lite.extras.report import draw_run
-from recipes import decide
+from automodel_lite.results import RESULTS
+from recipes import decide, evaluate
 from tests.runs import Row, config_of, train
 
 pytestmark = pytest.mark.numbers
@@ -88,6 +89,24 @@ def test_validation_judges_answers(trained: Path) -> None:
     assert [one["questions"] for one in by_question.values()] == [8, 8, 8]
     mean = np.mean([one["accuracy"] for one in by_question.values()])
     assert mean == pytest.approx(numbers["accuracy"])
+
+
+def test_a_validation_counts_questions_alone(
+    trained: Path, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No tokens: a question that is asked without an answer has the first letter as its label."""
+    by_part = json.loads((trained / "decisions.jsonl").read_text().splitlines()[-1])
+    assert not [x for x in (trained / "metrics.jsonl").read_text().split('"') if "token_acc" in x]
+    given = (f"model.pretrained={trained}", f"dataset.path={file}", "dataset.val_frac=0.2")
+    more = ("name=x", "seed=3", "packed_sequence.packed_sequence_size=1024")
+    config = config_of("decisions", tmp_path, *given, *more, "tokenize.unanswered=ask")
+    assert evaluate.main(config) == 0
+    want = by_part["held_out"]["val"]
+    for name in ("loss", "accuracy", "brier", "ece", "records_right"):
+        assert RESULTS["val"][name] == pytest.approx(want[name], abs=1e-5)
+    assert "perplexity" not in RESULTS["val"]
+    said = f"answers    val: loss {want['loss']:.4f}, accuracy {want['accuracy']:.2%}"
+    assert said in capsys.readouterr().out
 
 
 def test_the_export_says_how_it_was_asked(trained: Path) -> None:

@@ -19,6 +19,7 @@ from automodel_lite.errors import ConfigError
 from automodel_lite.extras.short_models import layer_settings, with_layers
 from automodel_lite.models.loss import CrossEntropy
 from automodel_lite.parts.adapters import lora
+from automodel_lite.parts.losses.decisions import Decisions
 from automodel_lite.parts.losses.preference import SimPo
 from automodel_lite.parts.optimizers.adamw import adamw
 from automodel_lite.training import rules
@@ -128,6 +129,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "heads and pairs": (
         {"model__mtp_loss": 0.1, "loss": SimPo()},
+        "none",
+        "model.mtp_loss",
+        "model.mtp_loss=0",
+    ),
+    "heads and decisions": (
+        {"model__mtp_loss": 0.1, "loss": Decisions()},
         "none",
         "model.mtp_loss",
         "model.mtp_loss=0",

@@ -40,6 +40,7 @@ class Decisions(Loss):
         {"choice_ids", "choice_weights", "question_numbers"}
     )
     required: ClassVar[frozenset[str]] = columns
+    of_text: ClassVar[bool] = False
     unit: ClassVar[str] = "nats per question"
 
     def prepare(self, batch: ThdBatch) -> ThdBatch:

@@ -32,6 +32,7 @@ class ScoreLoss(Loss):
     """A loss of the scores of documents."""
 
     head = "score"
+    of_text = False
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class Reward(PairedLoss):
 
     columns: ClassVar[frozenset[str]] = frozenset({"answers", "margins"})
     head: ClassVar[str] = "score"
+    of_text: ClassVar[bool] = False
 
     # weight of the squared sum of both scores, which keeps them around 0 (arXiv:2312.09244); 0.01
     # is usual
