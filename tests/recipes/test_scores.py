@@ -182,11 +182,15 @@ def test_the_export_gives_in_a_padded_batch_what_was_validated(
         load_exported(str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("preset", ["classify", "reward"])
+@pytest.mark.parametrize(
+    ("preset", "more"),
+    [("classify", []), ("reward", ["peft.trainable_tokens=['<|eot_id|>']"])],
+    ids=["classify", "reward, with a token's row"],
+)
 def test_an_adapter_brings_its_head(
-    preset: str, base: Path, files: dict[str, list[str]], tmp_path: Path
+    preset: str, more: list[str], base: Path, files: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    rows = run(preset, tmp_path / "run", base, files[preset], "peft=lora", "peft.r=4")
+    rows = run(preset, tmp_path / "run", base, files[preset], "peft=lora", "peft.r=4", *more)
     validated = curve(rows, "val_loss/val")[-1]
     held_out = held_out_rows(files[preset])
     adapter = tmp_path / "run" / "adapter"
@@ -275,6 +279,11 @@ REFUSED = {
         "classify",
         ["tasks=files", "tasks.files=[a.jsonl]"],
         "tasks with model.head=score",
+    ),
+    "added tokens beside an adapter": (
+        "classify",
+        ["peft=lora", "model.resize_embeddings=true"],
+        "set peft.modules_to_save=[embed_tokens].",
     ),
     "trained tokens": ("classify", ["tokenize.train_on=all"], "tokenize.train_on=all chooses"),
     "labels for pairs": (

@@ -91,11 +91,13 @@ class Lora:
                 "peft.target_modules",
             )
         if model.resize_embeddings and not self.modules_to_save:
+            # a score head has no rows of tokens
+            ends = "embed_tokens" if model.head == "score" else "embed_tokens, lm_head"
             yield ConfigError(
                 "model.resize_embeddings=true with peft: rows that are added are trained and saved "
-                "with the whole embedding and head",
+                "with all others of their modules",
                 key="model.resize_embeddings",
-                cure="set peft.modules_to_save=[embed_tokens, lm_head]",
+                cure=f"set peft.modules_to_save=[{ends}]",
             )
         if self.adapter and self.trainable_tokens:
             yield ConfigError(
@@ -204,10 +206,11 @@ class Lora:
                 )
             ids.append(int(known))
         names = {module: name for name, module in model.named_modules()}
-        embedding = names[model.get_input_embeddings()]
-        head = names[output_head(model)]
-        # peft keeps the head of a tied model in step with the embedding
-        ends = [embedding] if has_tied_head(model) else [embedding, head]
+        ends = [names[model.get_input_embeddings()]]
+        # peft keeps the head of a tied model in step with the embedding; a score head has rows of
+        # classes
+        if not has_tied_head(model) and not has_score_head(model):
+            ends.append(names[output_head(model)])
         for end in ends:
             if any(f".{end}".endswith(f".{name}") for name in self.modules_to_save or ()):
                 raise ConfigError(
