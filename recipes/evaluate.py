@@ -142,7 +142,7 @@ def print_losses(
         # what another loss than that of tokens finds: of decisions their accuracy
         own = {key: value for key, value in losses.items() if key not in _OF_TOKENS}
         if own:
-            console.say("measures", f"{name}: {scores_text({'loss': losses['loss'], **own})}")
+            console.say("measures", f"{name}: {measures_text({'loss': losses['loss'], **own})}")
 
 
 def measures_text(measures: Mapping[str, float]) -> str:
