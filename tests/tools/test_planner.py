@@ -23,7 +23,8 @@ from automodel_lite.extras.plan.planner import (
     possible,
     priced,
 )
-from automodel_lite.extras.plan.simulation import simulate
+from automodel_lite.extras.plan.simulation import Simulation, simulate
+from automodel_lite.extras.plan.tracker import Message, Operation
 from automodel_lite.extras.short_models import with_layers
 from automodel_lite.parallel.mesh import MeshShape
 from automodel_lite.training.settings import RunParts, build_parts
@@ -56,6 +57,28 @@ def test_plans_fit_and_the_best_is_first() -> None:
     assert rates == sorted(rates, reverse=True)
     assert all(plan.step.peak <= capacity for plan in plans)
     assert plans[0].step.peaks["export"] > 0  # simulated as a whole
+
+
+@pytest.mark.parametrize(("packs", "in_turns"), [(40, 4), (48, 4)])
+def test_rows_of_micro_batches_in_turns_travel_under_products(packs: int, in_turns: int) -> None:
+    """Of 5 micro-batches 4 take turns, of 6 too; each has a second of products, and half of one of messages."""
+    job = replace(job_of(gpus=8), gpu=replace(GPUS["h100-80"], latency_s=0.0))
+    work = {
+        Operation("product", job.gpu.flops, 0.0): 1,
+        Message("dp_shard", 8, False, round(job.gpu.node_bytes_per_s / 100)): 50,
+    }
+    step = Simulation(0, 0, 0, {}, {}, {"micro": work, "last": {}, "update": {}})
+    layout = Layout(MeshShape(1, 8, 1, 1, 8), 1, packs)
+    seconds = []
+    for overlap in ("false", "true"):
+        parts = parts_of([f"mesh.ep_overlap={overlap}", "mesh.ep=2"])
+        seconds.append(priced(job, layout, parts, step).seconds)
+    num_before_last = packs // 8 - 1
+    assert [one["products"] for one in seconds] == [num_before_last] * 2
+    assert seconds[0]["exchange"] == pytest.approx(num_before_last * 0.5)
+    assert seconds[1]["exchange"] == pytest.approx((num_before_last - in_turns) * 0.5)
+    # at the begin nothing is computed yet: one of ten layers
+    assert seconds[1]["links"] == pytest.approx(in_turns * 0.05)
 
 
 @pytest.mark.slow
