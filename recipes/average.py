@@ -13,7 +13,7 @@ from pathlib import Path
 
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.config.rules import Range, argument
-from automodel_lite.errors import ConfigError
+from automodel_lite.errors import ConfigError, counted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,9 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         names = names[: args.last]
     if len(names) < (args.last or 2):
         raise ConfigError(
-            f"{args.run} has {len(names)} complete checkpoints to average: train with a smaller "
-            "checkpoint.every_steps and checkpoint.keep_last=5, or keep an average while training, "
-            "training.ema_decay=0.999."
+            f"{args.run} has {counted(len(names), 'complete checkpoint')} to average: train with a "
+            "smaller checkpoint.every_steps and checkpoint.keep_last=5, or keep an average while "
+            "training, training.ema_decay=0.999."
         )
     own = {"allow_targets": args.allow_targets, "trust_remote_code": args.trust_remote_code}
     trained = load_trained(args.run, names[0], averaged_with=names[1:], **own)

@@ -2,6 +2,7 @@
 the GPUs at hand.
 
     python recipes/plan.py --gpus 8 --gpu h100-80 --config-name llama3_1_8b
+    python recipes/plan.py --gpus 8 --gpu h100-80 /models/x chats.jsonl
     python recipes/plan.py --gpus 8 --nodes 4 --config-name finetune model.pretrained=/models/x \\
         dataset.path=chats.jsonl
 
@@ -34,8 +35,10 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from automodel_lite.cli import argument_parser, compose_config, run_tool
+from automodel_lite.cli import Recipe, argument_parser, compose_config, run_tool
+from automodel_lite.cli.job import DATA, job_of, takes_words
 from automodel_lite.cli.line import rewrite_program_name
+from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import locate
 from automodel_lite.config.rules import Range, argument
@@ -106,6 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     # advice on simulated steps, of each layout again
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
+    args.config_name, overrides = named_job(args.config_name, overrides)
     config = composed(args.config_name, overrides)
     if config.packed_sequence.get("packed_sequence_size") == AUTO:
         overrides = [*overrides, f"{SIZE}={pack_size(config)}"]
@@ -159,6 +163,30 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         write_preset(args.write, args.config_name, config, [*overrides, *overrides_of(best)])
     return 0
+
+
+def named_job(preset: str | None, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the preset and the overrides, where words name a model and its data those that they
+    stand for; raises ConfigError without either.
+    """
+    recipe = Recipe("recipes.plan:main")
+    words = [text for text in overrides if "=" not in text and not text.startswith(("-", "~"))]
+    if takes_words(recipe, words, preset):
+        job = job_of(recipe, Sources.of(recipe=recipe), overrides, preset)
+        # without data, sizes of documents are assumed
+        problems = [one for one in job.problems if len(words) > 1 or one.key != DATA]
+        if problems:
+            raise ConfigError.of(problems)
+        for line in job.lines:
+            print(f"job        {line}")
+        return job.preset, [*job.chosen, *(text for text in overrides if text not in words)]
+    if preset is None:
+        raise ConfigError(
+            "a plan is of a preset, or of a model and its data",
+            key="--config-name",
+            cure="automodel-lite plan MODEL DATA, or automodel-lite plan --config-name PRESET",
+        )
+    return preset, [*overrides]
 
 
 def predicted_text(gpu: Gpu, world: int) -> str:
@@ -587,7 +615,7 @@ def write_preset(path: Path, preset: str, config: Config, overrides: Sequence[st
 
 def parser() -> argparse.ArgumentParser:
     found = argument_parser(__doc__, has_results=True)
-    found.add_argument("--config-name", required=True)
+    found.add_argument("--config-name", help="a preset; MODEL DATA choose one by the rows")
     found.add_argument(
         "--gpus", type=argument(int, Range(1, 1024)), default=8, help="GPUs of a node"
     )

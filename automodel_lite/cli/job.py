@@ -96,12 +96,13 @@ def job_of(
     data = places.get(DATA)
     for key, given in places.items():
         problems += _near(key, [given] if key == MODEL else given, presets_of(sources))
-    rows = Rows(config_name or "finetune", "documents")
-    is_there = all(problem.key != DATA for problem in problems)
     model = str(places.get(MODEL, typed.get(MODEL, "")))
+    is_scored = _has_score_head(model)
+    rows = Rows(config_name or ("classify" if is_scored else "finetune"), "documents")
+    is_there = all(problem.key != DATA for problem in problems)
     if data and is_there and not config_name and "dataset" not in typed:
         try:
-            rows = rows_of(data, typed, is_scored=_has_score_head(model))
+            rows = rows_of(data, typed, is_scored)
         except (ConfigError, DataError) as error:
             # without a loss there is nothing to compute of them, which the recipe says
             if recipe.name != RECIPES["score"][0] or "loss" in typed:

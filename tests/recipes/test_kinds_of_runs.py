@@ -166,6 +166,21 @@ def test_a_run_is_planned_as_what_it_has_exported() -> None:
         assert config.model["pretrained"] == f"runs/{run}/hf"
 
 
+def test_a_plan_of_a_model_and_its_data() -> None:
+    preset, overrides = plan.named_job(None, ["runs/scorer", "labeled.jsonl", "mesh.cp=1"])
+    assert preset == "classify"
+    assert overrides == [
+        "model.pretrained='runs/scorer'",
+        "dataset.path='labeled.jsonl'",
+        "mesh.cp=1",
+    ]
+    assert plan.named_job(None, ["runs/lm"]) == ("finetune", ["model.pretrained='runs/lm'"])
+    assert plan.named_job(None, ["runs/scorer"])[0] == "classify"
+    assert plan.named_job("smoke", ["mesh.cp=2"]) == ("smoke", ["mesh.cp=2"])
+    with pytest.raises(ConfigError, match="automodel-lite plan MODEL DATA, or"):
+        plan.named_job(None, ["mesh.cp=2"])
+
+
 def test_a_score_head_is_verified() -> None:
     verify.check_has_no_scores(CausalLM("runs/lm/hf"))
     cure = "name the model that it began as, or a run alone, automodel-lite verify RUN"
