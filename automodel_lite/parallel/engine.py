@@ -1,7 +1,7 @@
 """Tensor and expert parallelism by transformers' own engine and its plan of each family, beside our
 FSDP.
 
-Imported only with mesh.tp or mesh.ep over 1: the engine has both since transformers 5.21.
+Imported only with mesh.tp or mesh.ep over 1: the engine has both since transformers 5.22.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def fully_shard_model(
     # 2. Apply tensor and expert parallelism. The latter shards the experts itself.
     is_split = shape.tp > 1 or shape.ep > 1
     if is_split:
-        from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.21
+        from automodel_lite.parallel.engine import split_layers  # which transformers has since 5.22
 
         split_layers(model, mesh, policy)
 

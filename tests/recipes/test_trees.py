@@ -86,10 +86,10 @@ MIXTURE = [
 """Experts, whose balance counts a shared token as often as rows hold it."""
 
 
-# since transformers 5.21
+# since transformers 5.22
 HAS_ENGINE = find_spec("transformers.distributed.expert_parallel") is not None
 ENGINE = pytest.mark.skipif(
-    not HAS_ENGINE, reason="tensor and expert parallelism need transformers 5.21"
+    not HAS_ENGINE, reason="tensor and expert parallelism need transformers 5.22"
 )
 AXES = [
     pytest.param("tp", marks=[ENGINE, pytest.mark.system]),

@@ -46,9 +46,9 @@ WORLDS = {
 }
 
 
-# since transformers 5.21
+# since transformers 5.22
 HAS_ENGINE = find_spec("transformers.distributed.expert_parallel") is not None
-needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="needs transformers 5.21")
+needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="needs transformers 5.22")
 CASES = [
     pytest.param(name, marks=[needs_engine] if name[:2] in ("tp", "ep") else []) for name in WORLDS
 ]
