@@ -50,9 +50,10 @@ def _exchange_beside(counts_WE: Tensor, group: dist.ProcessGroup) -> tuple[Tenso
         host_2W = torch.empty_like(sizes_2W, device="cpu", pin_memory=True)
         host_2W.copy_(sizes_2W, non_blocking=True)
         copied = beside.record_event()
+    # Freed by the caller before this stream has read them, they would be given to what sorts.
+    counts_WE.record_stream(beside)
 
     def read() -> list[list[int]]:
-        # The host has seen the end of it, so the counts' memory may be given to others.
         copied.synchronize()
         compute.wait_event(copied)
         return host_2W.tolist()
