@@ -40,7 +40,7 @@ _SETTINGS = ("scorer", "pattern", "path", "rows", "raw", "max_new_tokens")
 _ASKS = ("messages", "prompt", "question", "instruction")
 # as sets that are trained on call it
 _ANSWERS = ("answer", "completion", "output", "response", "solution", "target")
-_KNOWN = (*_ASKS, *_ANSWERS, "choices")
+_KNOWN = (*_ASKS, "choices")
 _NAME = re.compile(r"[\w.-]+")
 # "B", "(B)", "B.", "B) Lima", "the answer is B"
 _LETTER = re.compile(r"^\W*([A-Z])(?:\W|$)|answer(?: is|:)\W*([A-Z])(?:\W|$)")
@@ -190,7 +190,13 @@ def read_task(path: str | Path, allowed: Sequence[str] = ()) -> TaskFile:
     reads = {*_KNOWN} - ({"choices"} if task.scorer != "choices" else set())
     if task.function is not None and _takes_row(task.function):
         return task
-    unused = sorted({name for row in task.rows for name in row.given} - reads)
+    unused = sorted(
+        {
+            name
+            for row in task.rows
+            for name in row.given.keys() - reads - {*_answer_columns(row.given)}
+        }
+    )
     return replace(task, unused=unused)
 
 
@@ -268,7 +274,7 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
         raise DataError(f"{where}: choices must be a list of texts.")
     if choices and len({*choices}) < max(2, len(choices)):
         raise DataError(f"{where}: choices={choices} must be two texts or more, no text twice.")
-    given = [name for name in _ANSWERS if row.get(name) is not None]
+    given = _answer_columns(row)
     if len(given) != 1:
         raise DataError(
             f"{where}: a row has its answer in one of {', '.join(_ANSWERS)}, and has "
@@ -283,6 +289,12 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
     return TaskRow(
         Question(messages, None, is_chat=not raw), [str(x) for x in several], choices, row, where
     )
+
+
+def _answer_columns(row: Mapping[str, Any]) -> list[str]:
+    """Returns which columns hold the answer: where there is an `answer`, others explain it."""
+    given = [name for name in _ANSWERS if row.get(name) is not None]
+    return given[:1] if "answer" in given else given
 
 
 def _is_answer(value: object) -> bool:

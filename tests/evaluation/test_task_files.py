@@ -140,8 +140,14 @@ GOOD = {"question": "?", "answer": "a"}
             [GOOD, {"prompt": "a", "question": "b", "answer": "c"}],
             "rows.jsonl:2: .* prompt, qu",
         ),
-        ("", [{"question": "?"}], "rows.jsonl:1: answer must be"),
-        ("", [{"question": "?", "answer": None}], "answer must be"),
+        (
+            "",
+            [{"question": "?"}],
+            "rows.jsonl:1: a row has its answer in one of answer, completion",
+        ),
+        ("", [{"question": "?", "answer": None}], "and has none"),
+        ("", [{"question": "?", "output": "a", "target": "b"}], "and has output, target"),
+        ("", [{"question": "?", "answer": {}}], "answer must be a text"),
         ("", [{"question": "?", "answer": "C", "choices": ["a", "b"]}], "none of the 2 choices"),
         ("", [{"question": "?", "answer": "a", "choices": ["a"]}], "must be two texts or more"),
         ("", [{"question": "?", "answer": 1, "choices": ["a", "a", "b"]}], "no text twice"),
@@ -181,3 +187,12 @@ def test_files_that_are_none_are_sentences(tmp_path: Path) -> None:
             read_task(tmp_path / name)
     with pytest.raises(ConfigError, match="there is no such file"):
         read_task(tmp_path / "none.jsonl")
+
+
+def test_an_answer_stands_before_what_explains_it(tmp_path: Path) -> None:
+    """As sets of mathematics have both."""
+    row = {"question": "2+2=", "solution": "Count on from 2.", "answer": "4", "level": 1}
+    task = read_task(write(tmp_path, "c.jsonl", row))
+    assert (task.rows[0].answers, task.unused) == (["4"], ["level", "solution"])
+    task = read_task(write(tmp_path, "c.jsonl", {"question": "2+2=", "solution": "4"}))
+    assert (task.rows[0].answers, task.unused) == (["4"], [])
