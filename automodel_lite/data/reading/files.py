@@ -49,6 +49,7 @@ from automodel_lite.data.reading.readers import (
     open_spans,
     placed,
 )
+from automodel_lite.data.reading.signatures import check_signature
 from automodel_lite.data.reading.subsets import Asked
 from automodel_lite.errors import ConfigError, DataError, counted, explained, listed, printable
 
@@ -426,12 +427,16 @@ def _open_file(path: Path, split: str, options: ReadOptions, key: str) -> RawRow
         )
     kind = kind_of(path)
     if kind not in KINDS:
+        if path.is_file():
+            check_signature(path, name)
         raise ConfigError(
             f"{name}: unknown kind of file: use {', '.join(KINDS)}, or one of them compressed."
         )
     plain = path
     if path.suffix.lower() in COMPRESSIONS:
         plain = _in_cache(path, name, compressed.decompress)
+    if kind not in (".parquet", ".arrow"):
+        check_signature(plain, name)
     if kind in (".jsonl", ".ndjson", ".txt"):
         return open_spans(
             plain, name, options.encoding, options.text_unit if kind == ".txt" else None

@@ -172,9 +172,10 @@ def undecodable(byte: int, encoding: str) -> str:
             "written in."
         )
     if byte in (0xFE, 0xFF):  # how UTF-16 begins, and no letter that is common
-        return f"byte {byte:#04x} is not UTF-8: the file is damaged, or UTF-16: save it as UTF-8."
-    if byte == 0x8B:
-        return "byte 0x8b is not UTF-8: the file is damaged, or gzip: let its name end in .gz."
+        return (
+            f"byte {byte:#04x} is not UTF-8: the file is damaged, or UTF-16: save it as UTF-8, or "
+            "convert it, iconv -f utf-16 -t utf-8."
+        )
     meant = bytes([byte]).decode("cp1252", errors="ignore")
     cure = (
         f"; in cp1252 (Excel, Windows) it is {meant!r}: if so, set dataset.encoding=cp1252"
@@ -384,37 +385,61 @@ def open_csv(path: Path, name: str, usual: str, encoding: str) -> RowList:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         while True:
             line = reader.line_num + 1 + num_before
+            fault: DataError | None = None
             try:
                 values = next(reader, None)
-                fault = "" if values is None else _csv_fault(values, header, encoding)
+                if values is not None:
+                    fault = _csv_fault(values, header, delimiter, encoding)
             except csv.Error as error:
                 values = []
-                fault = f"not CSV: {error}."
+                fault = DataError(f"not CSV: {error}", cure=_QUOTES, can_skip=True)
+                # An open quote takes all lines below it into its value: to skip them as one bad
+                # row would drop the rest of the file.
+                if reader.line_num + num_before > line:
+                    raise DataError(
+                        f"{name}:{line}: not CSV: a quote that opens in this row is not closed "
+                        "until the end of the file",
+                        cure=_QUOTES,
+                    ) from error
             if values is None:
                 return RowList(rows, name, line_numbers, header or ())
+            if fault is not None:
+                fault = fault.at(f"{name}:{line}")
             if header is None:
-                if fault:
-                    raise DataError(f"{name}:{line}: {fault}")
+                if fault is not None:
+                    raise fault
                 header = [value.strip() for value in values]
                 check_names(header, f"{name}:{line}")
-            elif values or fault:
-                rows.append(
-                    DataError(f"{name}:{line}: {fault}") if fault else dict(zip(header, values))
-                )
+            elif fault is not None:
+                rows.append(fault)
+                line_numbers.append(line)
+            elif values:
+                rows.append(dict(zip(header, values)))
                 line_numbers.append(line)
 
 
-def _csv_fault(values: Sequence[str], header: Sequence[str] | None, encoding: str) -> str:
-    """Describes what is wrong with a line; bytes that are not text were read as halves of surrogate
+_QUOTES = 'close each quote, and write "" for one inside a quoted value'
+_TOO_FEW = "write each value, also an empty one, and a value of several lines in quotes"
+_TOO_MANY = "write a value that has {!r} in it in quotes"
+
+
+def _csv_fault(
+    values: Sequence[str], header: Sequence[str] | None, delimiter: str, encoding: str
+) -> DataError | None:
+    """Returns what is wrong with a line; bytes that are not text were read as halves of surrogate
     pairs.
     """
     if values and header is not None and len(values) != len(header):
-        return f"{counted(len(values), 'value')} for {counted(len(header), 'column')}."
+        return DataError(
+            f"{counted(len(values), 'value')} for {counted(len(header), 'column')}",
+            cure=_TOO_FEW if len(values) < len(header) else _TOO_MANY.format(delimiter),
+            can_skip=True,
+        )
     try:
         "".join(values).encode()
     except UnicodeEncodeError as error:
-        return undecodable(ord(error.object[error.start]) - 0xDC00, encoding)
-    return ""
+        return DataError(undecodable(ord(error.object[error.start]) - 0xDC00, encoding))
+    return None
 
 
 def check_names(names: Sequence[str], where: str) -> None:
