@@ -12,6 +12,7 @@ A task is named after its file.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ import yaml
 from automodel_lite.config.components import build_nested, check_origin, locate, target_problem
 from automodel_lite.config.permissions import check_yaml
 from automodel_lite.data.reading.documents import Question
+from automodel_lite.data.reading.readers import UTF_8, json_cure
+from automodel_lite.data.reading.signatures import check_signature
 from automodel_lite.data.strict_json import read_json
 from automodel_lite.errors import (
     ConfigError,
@@ -206,12 +209,17 @@ def _read_settings(path: Path) -> dict[str, Any]:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: a task is a group of keys: {', '.join(_SETTINGS)}.")
+    problems = []
     for key in settings:
         if key not in _SETTINGS:
             meant = did_you_mean(str(key), _SETTINGS)
-            raise ConfigError(
-                f"{path}: unknown key {key}{meant} A task takes {', '.join(_SETTINGS)}."
+            problems.append(
+                ConfigError(
+                    f"{path}: unknown key {key}{meant} A task takes {', '.join(_SETTINGS)}."
+                )
             )
+    if problems:
+        raise ConfigError.of(problems)
     return settings
 
 
@@ -231,13 +239,20 @@ def _rows_of(settings: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
 
 def _read_lines(path: Path) -> list[tuple[str, Any]]:
     rows = []
-    with explained(f"{path}: not UTF-8", UnicodeDecodeError, kind=DataError):
-        lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, 1):
+    check_signature(path, path.name)
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
             where = f"{path.name}:{number}"
-            with explained(f"{where}: not JSON", ValueError, kind=DataError):
-                rows.append((where, read_json(line)))
+            with explained(f"{where}: not UTF-8", UnicodeDecodeError, kind=DataError):
+                text = line.decode(UTF_8)
+            try:
+                rows.append((where, read_json(text)))
+            except json.JSONDecodeError as error:
+                cure = json_cure(error) or "mend it there"
+                at = f"{where}:{error.pos + 1}"
+                raise DataError(f"{at}: not JSON: {error.msg}", cure=cure) from error
+            except ValueError as error:  # a key that is there twice
+                raise DataError(f"{where}: not JSON: {error}.") from error
     return rows
 
 
@@ -248,7 +263,7 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
     if len(asked) != 1:
         raise DataError(
             f"{where}: a row asks by one of {', '.join(_ASKS)}, and has "
-            f"{', '.join(asked) or 'none'}."
+            f"{', '.join(asked) or _none_of(row)}."
         )
     value = row[asked[0]]
     if asked[0] == "messages":
@@ -278,7 +293,7 @@ def _row(row: Any, where: str, settings: Mapping[str, Any]) -> TaskRow:
     if len(given) != 1:
         raise DataError(
             f"{where}: a row has its answer in one of {', '.join(_ANSWERS)}, and has "
-            f"{', '.join(given) or 'none'}."
+            f"{', '.join(given) or _none_of(row)}."
         )
     answers = row[given[0]]
     several = answers if isinstance(answers, list) else [answers]
@@ -295,6 +310,13 @@ def _answer_columns(row: Mapping[str, Any]) -> list[str]:
     """Returns which columns hold the answer: where there is an `answer`, others explain it."""
     given = [name for name in _ANSWERS if row.get(name) is not None]
     return given[:1] if "answer" in given else given
+
+
+def _none_of(row: Mapping[str, Any]) -> str:
+    """Returns what stands for a key that is missing: the keys that are there, one of which is
+    meant.
+    """
+    return f"none, only {', '.join(map(str, row))}: rename the one that is meant"
 
 
 def _is_answer(value: object) -> bool:

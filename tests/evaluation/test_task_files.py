@@ -137,6 +137,12 @@ GOOD = {"question": "?", "answer": "a"}
         ("", [{"answer": "a"}], r"rows.jsonl:1: a row asks by one of .* and has none"),
         (
             "",
+            [{"Frage": "?", "Antwort": "a"}],
+            "has none, only Frage, Antwort: rename the one that is meant",
+        ),
+        ("scorrer: exact\npatern: x\n", [GOOD], "mean scorer.*\n.*mean pattern"),
+        (
+            "",
             [GOOD, {"prompt": "a", "question": "b", "answer": "c"}],
             "rows.jsonl:2: .* prompt, qu",
         ),
@@ -176,7 +182,8 @@ def test_files_that_are_none_are_sentences(tmp_path: Path) -> None:
     for name, text, words in (
         ("a.txt", "", "a task file is .jsonl"),
         ("a.jsonl", '{"question": "?", "question": "!", "answer": "a"}', "a.jsonl:1: not JSON"),
-        ("a.jsonl", "{", "a.jsonl:1: not JSON"),
+        ("a.jsonl", '{"question": "?"}\n{"quest', r"a.jsonl:2:2: not JSON: .* cut off: write the"),
+        ("a.jsonl", "PK\x03\x04", "a zip archive, as Excel's"),
         ("a b.jsonl", "{}", "rename the file"),
         ("a.yaml", "- 1", "a task is a group of keys"),
         ("a.yaml", "a: [", "not YAML"),

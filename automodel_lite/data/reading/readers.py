@@ -197,7 +197,7 @@ def parse_json_object(line: bytes, where: str, encoding: str = UTF_8) -> RawRow:
         ) from error
     except json.JSONDecodeError as error:
         shown = error.doc[max(0, error.pos - 20) : error.pos + 20]
-        cure = _AS_JSON if error.doc.startswith("[") else _json_cure(error)
+        cure = _AS_JSON if error.doc.startswith("[") else json_cure(error)
         raise DataError(
             f"{where}:{error.pos + 1}: not JSON: {error.msg}, near {shown!r}",
             cure=cure or _MEND,
@@ -236,8 +236,8 @@ _MEND = "mend it there"
 _AS_JSON = "an array of rows belongs in a file named .json"
 
 
-def _json_cure(error: json.JSONDecodeError) -> str:
-    """Returns the cure of a whole file or row; "" where one row is broken inside."""
+def json_cure(error: json.JSONDecodeError) -> str:
+    """Returns the cure of a whole file or row; "" where one row is broken in the middle."""
     if error.doc.rstrip()[-1:] in ("{", ",") and len(error.doc.rstrip()) <= error.pos:
         return "one row per line is wanted, and this one goes on over lines: jq -c . writes it so"
     if error.msg.startswith("Unterminated") or len(error.doc) == error.pos:
@@ -301,7 +301,7 @@ def open_json(path: Path, name: str, encoding: str) -> RawRows:
     except ValueError as error:
         # the file is one value: no row of it can be left out
         if isinstance(error, json.JSONDecodeError):
-            cure = _json_cure(error) or _MEND
+            cure = json_cure(error) or _MEND
             raise DataError(f"{name}: not JSON: {error}", cure=cure) from error
         raise DataError(f"{name}: not JSON: {error}.") from error
     if isinstance(whole, list) and isinstance(chat := _as_chat(whole), dict):
