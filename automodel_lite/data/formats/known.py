@@ -44,6 +44,16 @@ _TOOLS = ("tools", "functions")
 _SYSTEM = ("system", "system_prompt")
 _THOUGHTS = "reasoning_content"
 _OF_CHATS = (*_TOOLS, *_SYSTEM, "response", _THOUGHTS)
+_JUDGED = (
+    "prompt",
+    "completion",
+    "messages",
+    "conversations",
+    "instruction",
+    "output",
+    "input",
+    "history",
+)
 FORMATS = (
     Format(
         "packed",
@@ -134,25 +144,21 @@ FORMATS = (
         preference,
         ("prompt", "instruction", "input", "question", "conversations", *_TOOLS, *_SYSTEM, MARGIN),
     ),
-    Format(
-        "verdict",
-        "preference",
-        ("label",),
-        verdict,
-        (
-            "prompt",
-            "completion",
-            "messages",
-            "conversations",
-            "instruction",
-            "output",
-            "input",
-            "history",
-            *_TOOLS,
-            *_SYSTEM,
-            _THOUGHTS,
-        ),
-        is_found=False,
+    *(
+        Format(
+            "verdict",
+            "preference",
+            (*columns, "label"),
+            verdict,
+            (*(name for name in _JUDGED if name not in columns), *_TOOLS, *_SYSTEM, _THOUGHTS),
+            is_found=False,
+        )
+        for columns in (
+            ("messages",),
+            ("conversations",),
+            ("prompt", "completion"),
+            ("instruction", "output"),
+        )
     ),
     *(
         Format(

@@ -208,9 +208,13 @@ def detect(
     found, renames = _find(candidates, columns, renames, format_name is not None)
     has = [*found.columns, *found.optional]
     for name in [name for name in typed if name not in has]:
+        meant = f"{did_you_mean(name, has)} It has {', '.join(has)}."
+        if name == "label":
+            meant = ": learn it as a class, --config-name classify, or as a verdict on an answer, "
+            meant += f"--config-name kto, or leave dataset.columns.{name} out."
         raise ConfigError(
-            f"dataset.columns.{name}: the data are taken for {found.name}, which has no {name}"
-            f"{did_you_mean(name, has)} It has {', '.join(has)}."
+            f"dataset.columns.{name}: the data are taken for {found.name}, which has no "
+            f"{name}{meant}"
         )
     untyped = [name for name in columns if name not in typed.values()]
     verdict = next((name for name in VERDICTS if name in untyped), None)
@@ -322,19 +326,20 @@ def _find(
 
 
 def _instance_of(candidates: Sequence[Format], columns: Sequence[str], renames: Renames) -> str:
-    """Returns the settings that would name columns as the format that lacks the fewest has them,
-    plain texts first; nothing where there are not as many columns as it lacks.
+    """Returns the settings that would name all columns as those of a format, of the one that lacks
+    the fewest, plain texts first; nothing where no format lacks as many columns as there are.
     """
     named = {*columns, *renames}
-
-    def lacks(one: Format) -> list[str]:
-        return [name for name in one.columns if name not in named]
-
-    nearest_one = min(candidates, key=lambda one: (len(lacks(one)), "text" not in one.columns))
-    free = [name for name in columns if name not in {*nearest_one.columns, *renames.values()}]
-    missing = lacks(nearest_one)
-    if len(free) != len(missing):
+    fitting = []
+    for one in candidates:
+        missing = [name for name in one.columns if name not in named]
+        free = [name for name in columns if name not in {*one.columns, *renames.values()}]
+        if len(free) == len(missing):
+            fitting.append((len(missing), "text" not in one.columns, missing, free))
+    if not fitting:
         return ""
+    # of those that lack as many, the one that is listed first
+    _, _, missing, free = min(fitting, key=lambda one: one[:2])
     pairs = zip(missing, free)
     return ", for instance " + " ".join(f"dataset.columns.{name}={text}" for name, text in pairs)
 

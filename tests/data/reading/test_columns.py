@@ -294,6 +294,26 @@ def test_wrong_settings(arguments: tuple, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_a_label_names_the_presets_that_learn_it() -> None:
+    columns = ["Text", "Abteilung"]
+    named = {"text": "Text", "label": "Abteilung"}
+    with pytest.raises(ConfigError, match=r"no label: .* --config-name classify, .*-name kto, or"):
+        detect(columns, None, named)
+    assert detect(columns, "labeled", named).format.kind == "labeled"
+
+
+def test_a_verdict_without_an_answer_names_its_columns() -> None:
+    columns = ["Frage", "Antwort", "gut"]
+    with pytest.raises(
+        ConfigError, match=r"needs the columns messages \+ label, .*have Frage"
+    ) as e:
+        detect(columns, "verdict", {"label": "gut"})
+    cure = "for instance dataset.columns.prompt=Frage dataset.columns.completion=Antwort, or"
+    assert cure in str(e.value)
+    named = {"prompt": "Frage", "completion": "Antwort", "label": "gut"}
+    assert detect(columns, "verdict", named).format.columns == ("prompt", "completion", "label")
+
+
 @pytest.mark.parametrize("case", WHAT_THEY_ARE)
 def test_columns_that_change_the_meaning_are_named(case: str) -> None:
     columns, renames, message = WHAT_THEY_ARE[case]
