@@ -117,7 +117,7 @@ def job_of(
     if not config_name and not problems:
         known = f", {counted(rows.count, 'document')}" if rows.count else ""
         lines.append(f"--config-name {preset}: the rows are {rows.kind}{known}")
-    name = name_of(str(places.get(MODEL, "")), data[0] if data else "")
+    name = name_of(str(places.get(MODEL, _from_scratch(typed))), data[0] if data else "")
     if recipe.writes_a_run and "name" not in typed and name:
         chosen.append(f"name={_quoted(name)}")
         lines += [f"name={name}: the same command continues this run"] if lines else []
@@ -137,9 +137,10 @@ def _places(
     problems: list[ConfigError | DataError] = []
     if len(words) == 1:
         word = words[0]
-        if MODEL in typed or (DATA not in typed and _is_data(word)):
-            if MODEL not in typed:
-                text = f"MODEL is missing: {command} MODEL {word}"
+        has_model = MODEL in typed or _from_scratch(typed) != ""
+        if has_model or (DATA not in typed and _is_data(word)):
+            if not has_model:
+                text = f"MODEL is missing, a folder or a hub name: {command} MODEL {word}"
                 problems.append(ConfigError(f"{text}.", key=MODEL))
             return {DATA: [word]}, problems
         if DATA not in typed:
@@ -157,6 +158,12 @@ def _places(
         text = f"{model} is data, and {data[0]} a model: the model stands first, {swapped}."
         return {MODEL: data[0], DATA: [model]}, [ConfigError(text, key=MODEL)]
     return {MODEL: model, DATA: data}, []
+
+
+def _from_scratch(typed: Mapping[str, str]) -> str:
+    """Returns the option that `model=llama_tiny` chooses, whose weights are drawn; "" for none."""
+    option = typed.get("model", "")
+    return "" if option == "pretrained" else option
 
 
 def _near(key: str, words: Sequence[str], presets: Sequence[str]) -> Iterator[ConfigError]:

@@ -171,7 +171,10 @@ def test_a_name_is_made_of_both_words(words: tuple[str, str], name: str) -> None
 
 
 WRONG = [
-    (["chats.jsonl"], "MODEL is missing: automodel-lite train MODEL chats.jsonl."),
+    (
+        ["chats.jsonl"],
+        "MODEL is missing, a folder or a hub name: automodel-lite train MODEL chats.jsonl.",
+    ),
     (["model"], "DATA is missing: automodel-lite train model DATA."),
     (
         ["chats.jsonl", "model"],
@@ -198,6 +201,14 @@ WRONG = [
 def test_a_word_that_is_missing_or_misplaced(words: list[str], sentence: str) -> None:
     write("chats.jsonl", CHAT)
     assert list(map(str, job(*words).problems)) == [sentence]
+
+
+def test_a_model_from_scratch_stands_for_the_word() -> None:
+    write("chats.jsonl", CHAT)
+    found = job("chats.jsonl", "model=llama_tiny", "tokenizer=bpe")
+    assert not found.problems
+    assert found.lines[1] == "name=llama_tiny-chats: the same command continues this run"
+    assert not any(text.startswith("model.pretrained") for text in found.chosen)
 
 
 def test_a_preset_is_no_word() -> None:
