@@ -14,6 +14,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.cli import argument_parser, run_tool
 from automodel_lite.cli.line import rewrite_program_name
 from automodel_lite.config.rules import PATH, Range, argument
-from automodel_lite.errors import ConfigError, counted, harmless, one_line
+from automodel_lite.errors import ConfigError, counted, harmless, listed, one_line
 from automodel_lite.launched import check_alone
 from automodel_lite.progress import Progress, activity
 from automodel_lite.run.checkpoint_folder import exported_folder, older_export
@@ -30,6 +31,7 @@ from automodel_lite.run.durable import rename, sync
 from automodel_lite.run.folder import RunFolder
 
 if TYPE_CHECKING:
+    from automodel_lite.data.reading.columns import Detected
     from automodel_lite.data.reading.documents import Question
     from automodel_lite.evaluation.generator import Generator
 
@@ -182,7 +184,6 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
 
     Raises ConfigError for columns of no known format, DataError for a row that does not fit.
     """
-    from automodel_lite.data.reading.columns import detect
     from automodel_lite.data.reading.documents import question_of
     from automodel_lite.data.reading.files import ReadOptions, open_rows, sniff_columns
     from automodel_lite.data.reading.readers import placed
@@ -201,12 +202,7 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
         rows = marked_rows(source)
         limits = ImageLimits(Path.cwd(), generator.most_pixels)
     columns = sniff_columns(placed(rows), f"{source.description}: the file")
-    try:
-        detected = detect(columns, None, None)
-        missing: Sequence[str] = ()
-    except ConfigError:
-        missing = [name for name in ("completion", "output", "answer") if name not in columns]
-        detected = detect([*columns, *missing], None, None)
+    detected, missing = format_of_questions(columns, path)
     for index in range(len(rows)):
         row = rows[index]
         question = question_of(
@@ -221,6 +217,28 @@ def read_questions(path: str, generator: Generator) -> Iterator[tuple[dict[str, 
         if sees:
             images = placed_images(0, index, rows.images(index), limits)
         yield source.rows[index], with_images(question, images)
+
+
+def format_of_questions(columns: Sequence[str], path: str) -> tuple[Detected, Sequence[str]]:
+    """Returns the format of rows that ask, and the columns of an answer that they lack.
+
+    Raises ConfigError for columns of no known format; --prompts has no settings that name them.
+    """
+    from automodel_lite.data.reading.beside import part_of
+    from automodel_lite.data.reading.columns import detect
+
+    with suppress(ConfigError):
+        return detect(columns, None, None), ()
+    missing = [name for name in ("completion", "output", "answer") if name not in columns]
+    try:
+        return detect([*columns, *missing], None, None), missing
+    except ConfigError as error:
+        if any(part_of(name) in ("prompt", "chat", "text") for name in columns):
+            raise  # what asks is there, and something else beside it
+        raise ConfigError(
+            f"--prompts {path}: of its columns {listed(columns, 8)} none asks",
+            cure="rename the one that does to prompt, or to messages where it holds chats",
+        ) from error
 
 
 def asked_by(question: Question, args: argparse.Namespace) -> Question:

@@ -218,3 +218,15 @@ def test_a_chat_says_how_to_ask(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     generate.chat(generator, generate.parser().parse_args(["runs/mine"]))
     assert "type a prompt and press Enter; an empty line ends it" in capsys.readouterr().err
+
+
+def test_columns_that_do_not_ask_are_named_by_what_the_command_can_do() -> None:
+    """`--prompts` takes no dataset.columns, which training names for the same file."""
+    with pytest.raises(
+        ConfigError, match=r"its columns Frage, Antwort none asks: rename .*chats\.$"
+    ):
+        generate.format_of_questions(["Frage", "Antwort"], "a.csv")
+    with pytest.raises(ConfigError, match="preference pairs"):
+        generate.format_of_questions(["prompt", "chosen", "rejected"], "a.csv")
+    found, missing = generate.format_of_questions(["question"], "a.csv")
+    assert (found.format.name, "answer" in missing) == ("question_answer", True)
