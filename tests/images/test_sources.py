@@ -9,6 +9,7 @@ import os
 import struct
 import tarfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -433,12 +434,22 @@ def test_of_a_jpeg_that_is_looked_through_size_and_stamp_are_those_of_its_header
         source.header(replace(limits, drops_bad=True))
 
 
-def profile_named(name: str) -> bytes:
-    """The sRGB profile of Pillow under another name of as many letters."""
+# of Display P3's red, green and blue, X Y Z each, under the light of profiles
+P3 = (0.5151, 0.2412, -0.0011, 0.2920, 0.6922, 0.0419, 0.1571, 0.0666, 0.7841)
+
+
+def profile_named(name: str, primaries: Sequence[float] = P3) -> bytes:
+    """The sRGB profile of Pillow under another name of as many letters, with other primaries."""
     content = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for encoding in ("ascii", "utf-16-be"):
         content = content.replace("sRGB built-in".encode(encoding), name.encode(encoding))
-    return content
+    found = bytearray(content)
+    for number in range(len(primaries) // 3):
+        entry = content.index(b"rgb"[number : number + 1] + b"XYZ")  # of the table: name, start
+        start = int.from_bytes(content[entry + 4 : entry + 8]) + 8
+        values = (round(x * 65536) for x in primaries[3 * number : 3 * number + 3])
+        found[start : start + 12] = struct.pack(">3i", *values)
+    return bytes(found)
 
 
 @pytest.mark.parametrize(
@@ -446,6 +457,8 @@ def profile_named(name: str) -> bytes:
     [
         ("RGB", "PNG", "", ""),
         ("RGB", "PNG", "sRGB built-in", ""),
+        ("RGB", "JPEG", "c2 of the web", ""),  # sRGB by another name
+        ("L", "JPEG", "c2 of the web", ""),
         ("RGB", "PNG", "Display P3 v4", "Display P3 v4"),
         ("RGB", "JPEG", "Adobe RGB 98.", "Adobe RGB 98."),
         ("CMYK", "JPEG", "", "CMYK without a profile"),
@@ -457,7 +470,8 @@ def test_colors_that_are_not_srgb_are_named(
     limits: ImageLimits, mode: str, kind: str, profile: str, said: str
 ) -> None:
     buffer = io.BytesIO()
-    content = b"no profile" if profile == "damaged" else profile_named(profile)
+    primaries = () if profile in ("sRGB built-in", "c2 of the web") else P3
+    content = b"no profile" if profile == "damaged" else profile_named(profile, primaries)
     options = {"icc_profile": content} if profile else {}
     Image.new(mode, (8, 8)).save(buffer, kind, **options)
     assert ImageSource("x", content=buffer.getvalue()).header(limits).profile == said

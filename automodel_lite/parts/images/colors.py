@@ -19,6 +19,8 @@ from automodel_lite.errors import DataError, printable
 
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr")
 _WHITE = (255, 255, 255, 255)
+# of 255 levels: small profiles write the curve of sRGB as a power or a few points
+_SEEN_AS_SAME = 6
 _KEY = "dataset.bad_image"
 _CURE = f"write it with 8 bits per channel, 0 to 255, or set {_KEY}=drop"
 
@@ -51,11 +53,11 @@ def unread_profile(image: Image.Image) -> str:
     profile = image.info.get("icc_profile")
     if not isinstance(profile, bytes) or not profile:
         return "CMYK without a profile" if image.mode == "CMYK" else ""
-    return _profile_name(profile)
+    return _profile_name(profile, image.mode == "CMYK")
 
 
 @lru_cache(maxsize=64)
-def _profile_name(profile: bytes) -> str:
+def _profile_name(profile: bytes, is_cmyk: bool) -> str:
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         name = ImageCms.getProfileDescription(opened).strip()
@@ -63,7 +65,23 @@ def _profile_name(profile: bytes) -> str:
         return "a damaged profile"
     # gray has tones alone, which hardly move
     is_plain = "srgb" in name.lower() or opened.profile.xcolor_space.strip() == "GRAY"
+    is_plain = not is_cmyk and (is_plain or _moves_no_color(opened))
     return "" if is_plain else printable(name)[:60] or "a profile without a name"
+
+
+def _moves_no_color(profile: ImageCms.ImageCmsProfile) -> bool:
+    """Returns whether colors of a profile are those of sRGB, by what it makes of some: its name
+    does not tell ("c2", of the small profile in many pictures of the web, is sRGB).
+    """
+    levels = np.linspace(0, 255, 5).round().astype(np.uint8)
+    colors = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
+    try:
+        to_srgb = ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), "RGB", "RGB")
+        shown = ImageCms.applyTransform(Image.fromarray(colors), to_srgb)
+    except ImageCms.PyCMSError:  # CMYK
+        return False
+    moved = np.abs(np.asarray(shown).astype(int) - colors)
+    return bool(moved.max() <= _SEEN_AS_SAME)
 
 
 def as_shown(image: Image.Image, name: str) -> Image.Image:
