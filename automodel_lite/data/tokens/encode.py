@@ -46,14 +46,26 @@ _NO_VALUE = re.compile(
 """What spreadsheets, databases and pandas write where a table has no value. `None` is an answer."""
 
 
-def _first_no_value(texts: Sequence[str]) -> str:
-    """Returns the first text, or last line of one, that stands for no value.
+_RULE = re.compile("-{2,3}")  # as a last line: of Markdown, or where YAML ends
+
+
+def _first_no_value(texts: Sequence[str], asked: Sequence[str] = ()) -> str:
+    """Returns the first text that stands for no value, or last line of what is asked, where an
+    instruction ends in its input. Other texts may end in a program's `null` or a rule.
 
     >>> _first_no_value(["Paris", "k. A."])
     'k. A.'
+    >>> _first_no_value(["1\\nnull"], ["Add.\\nnan"])
+    'nan'
     """
-    ends = (text.strip().rpartition("\n")[2].strip() for text in texts)
-    return next((end for end in ends if _NO_VALUE.fullmatch(end)), "")
+    for text in map(str.strip, texts):
+        if _NO_VALUE.fullmatch(text):
+            return text
+    for text in map(str.strip, asked):
+        end = text.rpartition("\n")[2].strip()
+        if _NO_VALUE.fullmatch(end) and (end == text or not _RULE.fullmatch(end)):
+            return end
+    return ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Remarks:
                      real one
     trained_special  one in an answer, where it is trained on
     unasked          the end of the prompt that the last answer does not begin with
-    no_value         what tables write where there is no value, as an answer or at the end of a text
+    no_value         what tables write for no value, as an answer or at the end of a prompt
     color_profile    of an image whose numbers are not sRGB's, as they are read
     unused           columns of its row, and keys of its turns, that no rendering holds
     """
@@ -149,12 +161,15 @@ class Renderer:
         unasked = self._chat.unasked if self._chat and has_asked else ""
         asked: list[str] = []
         answers: list[str] = []
+        texts: list[str] = []
+        returned: list[str] = []  # by tools, whose null is a value
         unused = list(document.get(UNUSED, ()))
         if "margin" in document and not self._scores:
             unused.append("margin")
         pair = [document[name] for name in ("chosen", "rejected") if name in document]
         for one in document.get("documents", pair or [document]):
-            asked += [one.get(key, "") for key in ("system", "prompt", "text")]
+            texts += [one.get(key, "") for key in ("system", "text")]
+            asked.append(one.get("prompt", ""))
             if "decision" in one:
                 asked += [one["decision"].state, one["decision"].question]
             turns = one.get("messages", ())
@@ -163,14 +178,18 @@ class Renderer:
             for message in turns:
                 if message["role"] in ASSISTANTS:
                     answers += self._words_of_answer(message)
-                else:
+                elif message["role"] == "user":
                     asked.append(message["content"])
+                elif message["role"] == "system":
+                    texts.append(message["content"])
+                else:
+                    returned.append(message["content"])
                 unused += _unwritten_keys(message, renderings)
         return Remarks(
-            special=self._first_special(asked),
+            special=self._first_special([*texts, *asked, *returned]),
             trained_special=self._first_special(answers),
             unasked=unasked,
-            no_value=_first_no_value([*answers, *asked]),
+            no_value=_first_no_value([*answers, *texts], asked),
             unused=list(dict.fromkeys(unused)),
         )
 

@@ -41,7 +41,7 @@ class Findings:
     first_trained_special: str = ""  # place and token
     num_profiled: int = 0  # whose images are in other colors than sRGB's
     first_profile: str = ""  # place and name
-    num_no_value: int = 0  # what tables write for no value, as an answer or the end of a text
+    num_no_value: int = 0  # what tables write for no value, as an answer or the end of a prompt
     first_no_value: str = ""  # place and text
     num_unasked: int = 0  # whose last answer does not begin as the prompt for one ends
     first_unasked: str = ""  # the end of the prompt, and place

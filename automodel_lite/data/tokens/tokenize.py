@@ -279,7 +279,7 @@ def tokenization_notes(name: str, found: Findings) -> list[str]:
     if found.num_no_value:
         notes.append(
             f"NOTE: {name}: {counted(found.num_no_value, 'document', 'has')} what tables write for "
-            f"no value as an answer or the end of a text (first: {found.first_no_value}): it is "
+            f"no value as an answer or the end of a prompt (first: {found.first_no_value}): it is "
             "trained on as text; leave such rows out where it is none"
         )
     if found.num_unasked:

@@ -350,13 +350,33 @@ def test_what_tables_write_for_no_value_is_noted(tmp_path: Path) -> None:
     data = tokenize_documents(FilesDataset(str(tmp_path / "a.csv")), job, tmp_path / "cache")
     said = (
         "NOTE: train: 6 documents have what tables write for no value as an answer or the end of a "
-        "text (first: a.csv:3: k. A.): it is trained on as text; leave such rows out where it is none"
+        "prompt (first: a.csv:3: k. A.): it is trained on as text; leave such rows out where it is none"
     )
     assert said in data.notes
     row = {"instruction": "Add.", "input": "nan", "output": "4"}
     (tmp_path / "b.jsonl").write_text(json.dumps(row))
     data = tokenize_documents(FilesDataset(str(tmp_path / "b.jsonl")), job, tmp_path / "cache")
     assert any("(first: b.jsonl:1: nan)" in note for note in data.notes)
+
+
+def test_ends_of_texts_that_are_values_are_not_noted(tmp_path: Path) -> None:
+    """What a program prints or a tool returns, rules of Markdown, minus signs, lists."""
+    said = {"role": "assistant", "content": "- one\n- two\n---"}
+    returned = {"role": "tool", "content": "null"}
+    rows = [
+        {"messages": [HI | {"content": "Sum up:\n---\nIt rains.\n---"}, said]},
+        {"messages": [HI, {"role": "assistant", "content": "It prints:\nnull"}]},
+        {"messages": [HI, said, returned, said]},
+        {"messages": [HI, {"role": "assistant", "content": "-3"}]},
+        {"messages": [HI, {"role": "assistant", "content": "None"}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "a: 1\n---"}))
+    job = TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig())
+    for name in ("a", "b"):
+        source = FilesDataset(str(tmp_path / f"{name}.jsonl"))
+        notes = tokenize_documents(source, job, tmp_path / "cache").notes
+        assert not any("no value" in note for note in notes), notes
 
 
 def asked(folder: Path, name: str, answers: list[str], **template_kwargs: bool) -> tuple[str, ...]:
