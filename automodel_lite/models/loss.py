@@ -231,7 +231,7 @@ class Loss(ABC):
     needs_teacher    asks for `inputs.teacher`
     head             which head of the model it reads: `lm`, over the vocabulary, or `score`
     of_text          labels are tokens to be written: token accuracy, perplexity and heads for
-                     further tokens are of these
+                     further tokens are of these; never of a score head
     needs_reference  asks for the column `reference_log_probs` of the start model, which the program
                      computes
     unit             of its mean, as a report writes it; empty of a loss that has none
@@ -254,6 +254,7 @@ class Loss(ABC):
         for name, column in cls.own_columns.items():
             declare_column(name, column)
         cls.columns |= cls.own_columns.keys()
+        cls.of_text = cls.of_text and cls.head == "lm"
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -15,6 +15,7 @@ from automodel_lite.config.schema import Config
 from automodel_lite.config.sizes import model_axes
 from automodel_lite.data.feeding.order import batch_shape
 from automodel_lite.errors import ConfigError, UserError, is_limit
+from automodel_lite.models.loss import Loss
 from automodel_lite.models.settings import cannot_work
 from automodel_lite.models.source import CausalLM, describe
 from automodel_lite.parallel.sharding import choose_precision
@@ -343,6 +344,8 @@ def try_settings(config: Config, parts: RunParts) -> None:
             problems.append(ConfigError(text, key=key, cure=cure))
     if parts.model.head == "score":
         problems += _score_rules(config)
+    if not parts.loss.of_text:
+        problems += _metric_rules(config, parts.loss)
     for attempt in (
         lambda: build_on_meta(parts.model),
         # a missing argument is named before the weights are read
@@ -372,6 +375,26 @@ def _score_rules(config: Config) -> Iterator[ConfigError]:
                 "validation reports accuracy and the like",
                 key=key,
                 cure=f"leave {key} out",
+            )
+
+
+_OF_TEXT = re.compile("val_(token_accuracy|cross_entropy|perplexity)(/.*)?")
+
+
+def _metric_rules(config: Config, loss: Loss) -> Iterator[ConfigError]:
+    """Yields what waits for a number of tokens that are written, under a loss of other labels."""
+    metrics = {
+        f"callbacks.{name}.metric": part.get("metric") for name, part in config.callbacks.items()
+    }
+    if config.checkpoint.keep_best:
+        metrics["checkpoint.best_metric"] = config.checkpoint.best_metric
+    for key, metric in metrics.items():
+        if _OF_TEXT.fullmatch(str(metric)):
+            yield ConfigError(
+                f"{key}={metric} counts tokens that are written, and loss={type(loss).__name__} "
+                "learns no text: its validations have val_loss, val_accuracy and the like",
+                key=key,
+                cure=f"set {key}=val_loss",
             )
 
 

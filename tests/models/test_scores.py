@@ -18,7 +18,7 @@ from automodel_lite.data.packing.packs import PackedDataset, join_packs
 from automodel_lite.data.packing.plan import plan_packs
 from automodel_lite.data.tokens.token_rows import flatten
 from automodel_lite.data.tokens.trees import grow_trees
-from automodel_lite.models.loss import Head, Loss, LossInputs
+from automodel_lite.models.loss import Head, Loss, LossInputs, LossOutput
 from automodel_lite.models.loss_model import LossModel
 from automodel_lite.parallel.context_parallel import cp_shard
 from automodel_lite.parallel.mesh import MeshShape, open_mesh
@@ -273,6 +273,27 @@ def test_two_ranks_score_as_one(shape: tuple[int, int, int], kind: str) -> None:
         assert of_loss < 1e-9
         assert len(of_gradients) == 21
         assert max(of_gradients) < 1e-6  # they are summed over ranks in fp32
+
+
+class Distance(Loss):
+    """A loss of one's own, which says no more than which head it reads."""
+
+    columns = frozenset({"targets"})
+    head = "score"
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        scores_R1 = inputs.rows(lambda scores: scores)
+        return LossOutput((scores_R1[:, 0] - inputs.columns["targets"]).abs().sum(), {})
+
+
+def test_a_validation_of_a_loss_of_ones_own_counts_no_tokens() -> None:
+    rows = labeled_rows("number", is_weighted=False)
+    model = LossModel(model_of("llama", 1), Distance()).eval()
+    install(model.lm, ReferenceAttention())
+    with torch.no_grad(), InFloat64():
+        total, parts = model(batch_of(rows))
+    assert total > 0
+    assert not parts
 
 
 def measures(kind: str, scores: list[list[float]], rows: list[Row]) -> dict[str, float]:

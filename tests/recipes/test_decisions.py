@@ -241,6 +241,30 @@ def test_packs_that_cut_rows_are_refused(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.same_on_every_cpu
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (["checkpoint.keep_best=1", "checkpoint.best_metric=val_perplexity"],
+         "checkpoint.best_metric=val_perplexity"),
+        (["callbacks=early_stopping", "callbacks.early_stopping.metric=val_token_accuracy/val"],
+         "callbacks.early_stopping.metric=val_token_accuracy/val"),
+    ],
+)  # fmt: skip
+def test_numbers_of_text_are_not_waited_for(
+    more: list[str], key: str, file: Path, tmp_path: Path
+) -> None:
+    """Best checkpoints ended the run at its first validation, early stopping was turned off."""
+    from automodel_lite.training.rules import checked_parts
+
+    given = (f"dataset.path={file}", "dataset.val_frac=0.2", *SMALL)
+    with pytest.raises(ConfigError) as refused:
+        checked_parts(config_of("decisions", tmp_path, *given, *more))
+    assert str(refused.value).startswith(key)
+    cured = [one.replace(key, f"{key.split('=')[0]}=val_loss") for one in more]
+    checked_parts(config_of("decisions", tmp_path, *given, *cured))
+
+
+@pytest.mark.same_on_every_cpu
 def test_the_file_alone_is_asked_for_where_it_is_missing() -> None:
     args = decide.parser().parse_args(["runs/x", "questions.jsonl"])
     assert (args.file, [*args.settings]) == ("questions.jsonl", [])

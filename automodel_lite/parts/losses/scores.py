@@ -32,7 +32,6 @@ class ScoreLoss(Loss):
     """A loss of the scores of documents."""
 
     head = "score"
-    of_text = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,6 @@ class Reward(PairedLoss):
 
     columns: ClassVar[frozenset[str]] = frozenset({"answers", "margins"})
     head: ClassVar[str] = "score"
-    of_text: ClassVar[bool] = False
 
     # weight of the squared sum of both scores, which keeps them around 0 (arXiv:2312.09244); 0.01
     # is usual
