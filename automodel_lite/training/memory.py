@@ -258,6 +258,9 @@ def remedies(parts: RunParts) -> Iterator[str]:
     training = parts.training
     mesh = parts.mesh
     micro = training.micro_batch_size
+    takes_turns = mesh.ep_overlap
+    if takes_turns:
+        yield "mesh.ep_overlap=false (activations of one micro-batch, not of two)"
     if micro > 1:
         yield f"training.micro_batch_size={micro // 2} (same numbers, more forward passes)"
     if parts.loss.needs_logits:
@@ -269,12 +272,13 @@ def remedies(parts: RunParts) -> Iterator[str]:
     if not parts.peft and optimizer_bytes(parts.optimizer) >= 2 * _FP32:
         yield "optimizer=adamw_8bit (moments of 2 bytes per weight instead of 8)"
     accumulates = global_batch_size_of(training, 1) > micro and mesh.strategy == "fsdp"
-    if accumulates and parts.advanced.reduce_every_micro_batch is not True:
+    if accumulates and parts.advanced.reduce_every_micro_batch is not True and not takes_turns:
         yield "advanced.reduce_every_micro_batch=true (no unsharded sum of gradients)"
     if training.activation_checkpointing == "full":
         yield "training.activation_checkpointing=offload (layer inputs are kept in host memory)"
-    yield f"mesh.cp={2 * mesh.cp} on more processes (each holds half of a pack's tokens)"
-    if not parts.peft and parts.model.pretrained:
+    if not takes_turns:
+        yield f"mesh.cp={2 * mesh.cp} on more processes (each holds half of a pack's tokens)"
+    if not parts.peft and parts.model.pretrained and mesh.tp * mesh.ep == 1:
         yield "peft=lora (no gradients and optimizer states of the model itself)"
     half = parts.packed_sequence_size // 2
     yield f"packed_sequence.packed_sequence_size={half} (longer documents are dropped or cut)"

@@ -305,6 +305,26 @@ def test_remedies_come_in_order_and_fit_the_settings():
     ]
 
 
+def test_remedies_are_not_refused_beside_experts_of_other_ranks():
+    config = config_with(activation_checkpointing="full", global_batch_size=8)
+    config.model = {"_target_": config.model["_target_"], "pretrained": "x"}
+    keys = {
+        is_in_turns: [
+            text.partition("=")[0]
+            for text in remedies(
+                build_parts(
+                    replace(config, mesh=MeshConfig(strategy="fsdp", ep=2, ep_overlap=is_in_turns))
+                )
+            )
+        ]
+        for is_in_turns in (False, True)
+    }
+    assert "peft" not in keys[False]
+    refused = {"advanced.reduce_every_micro_batch", "mesh.cp"}
+    assert refused < set(keys[False])
+    assert keys[True] == ["mesh.ep_overlap", *(key for key in keys[False] if key not in refused)]
+
+
 def test_the_end_of_a_run_that_ran_out_of_memory(tmp_path: Path):
     text = out_of_memory_text(build_parts(config_with()))
     run = RunFolder(tmp_path)
