@@ -70,11 +70,14 @@ def loss_fall(losses: Sequence[float]) -> tuple[float, float] | None:
 
 
 def held_out_loss(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the loss of the last validation, of several sets their mean; None without one."""
+    """Returns the loss of the last validation, of several sets their mean; None without one, or
+    where one is not finite, which rows have as text.
+    """
     validated = [row for row in rows if any(key.startswith("val_loss/") for key in row)]
     if not validated:
         return None
-    return fmean(value for key, value in validated[-1].items() if key.startswith("val_loss/"))
+    found = [value for key, value in validated[-1].items() if key.startswith("val_loss/")]
+    return fmean(found) if all(isinstance(value, int | float) for value in found) else None
 
 
 def longer_settings(training: TrainingConfig, num_epochs: float | None) -> str:

@@ -70,13 +70,14 @@ def test_a_run_is_told_what_to_set() -> None:
 @pytest.mark.parametrize(
     ("held_out", "epochs", "cure"),
     [
+        ("nan", 3.0, "training.num_epochs=6"),  # as rows have it
         (1.9, 3.0, "training.num_epochs=6"),  # all rows have the loss of those that were trained on
         (3.1, 3.0, "more rows teach more than more epochs"),  # they are learned by heart
         (3.1, 1.0, "training.num_epochs=2"),  # each row is new: the validation set is a harder one
     ],
 )
 def test_rows_learned_by_heart_are_no_reason_to_go_on(
-    held_out: float, epochs: float, cure: str
+    held_out: float | str, epochs: float, cure: str
 ) -> None:
     rows = [{"step": step * 10, "loss": 3.0 - step / 4} for step in range(6)]
     rows += [{"step": 30, "val_loss/a": 9.0}, {"step": 50, "val_loss/a": held_out}]
