@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_lite.cli import argument_parser, compose_config, job, run_tool
 from automodel_lite.cli.line import split
 from automodel_lite.config.check import check_config
-from automodel_lite.config.model_files import check_writes
+from automodel_lite.config.model_files import base_of, check_writes
 from automodel_lite.config.rules import PATH, Range, argument
 from automodel_lite.config.schema import Config
 from automodel_lite.errors import ConfigError, DataError, printable
@@ -122,7 +122,7 @@ def config_of(folder: str, args: argparse.Namespace, written: dict[str, Any]) ->
     more = []
     adapter = json_object(Path(folder) / "adapter_config.json")
     if adapter:  # on its base, as training would go on with it
-        pretrained = str(adapter["base_model_name_or_path"])
+        pretrained = base_of(Path(folder))
         more = ["peft=lora"]
     typed = {key: value or "" for key, value in map(split, args.settings)}
     if "dataset" not in typed:

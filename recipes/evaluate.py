@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from automodel_lite.config.components import build, option
-from automodel_lite.config.model_files import run_beside, scores_documents
+from automodel_lite.config.model_files import base_of, run_beside, scores_documents
 from automodel_lite.config.schema import Config
 from automodel_lite.data.feeding.source import PackSource
 from automodel_lite.data.prepare import check_sizes, prepare_data
@@ -191,7 +191,7 @@ def of_folder(config: Config, checkpoint: str | None) -> Config:
             cure=f"automodel-lite export {run} merges both into the base: then name {run}",
         )
     if adapter:  # on its base, as training would go on with it
-        source = str(adapter["base_model_name_or_path"])
+        source = base_of(Path(folder))
         peft = (peft or option("peft", "lora")) | {"adapter": folder}
     tokenizer = {
         key: folder if value == pretrained else value for key, value in config.tokenizer.items()

@@ -58,6 +58,24 @@ def scores_documents(folder: Path) -> bool:
     return False
 
 
+def base_of(folder: Path) -> str:
+    """Returns the model that an adapter's folder names as its base; raises ConfigError where it
+    names none, as an adapter of a model that was made in memory.
+    """
+    path = folder / "adapter_config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged ({one_line(error)}): download it again.") from error
+    base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{path} does not name the base of the adapter",
+            cure='write its folder or hub name there, as "base_model_name_or_path"',
+        )
+    return base
+
+
 def run_beside(folder: str) -> Path:
     """Returns the run that has exported a folder; of what no run has, the folder itself.
 

@@ -17,7 +17,6 @@ what depends on the ranks and the device (training/decide.py).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from automodel_lite.attention.spec import config_value
 from automodel_lite.config.components import build
+from automodel_lite.config.model_files import base_of
 from automodel_lite.config.schema import Config, MeshConfig
 from automodel_lite.config.sizes import (
     MeshShape,
@@ -78,7 +78,7 @@ def from_run(config: Config) -> Config:
                 f"model.pretrained={pretrained} holds an adapter: peft=lora continues it; to train "
                 "the whole model, automodel-lite export merges it into its base first."
             )
-        model = json.loads(settings.read_text())["base_model_name_or_path"]
+        model = base_of(Path(folder))
         peft = peft | {"adapter": peft.get("adapter") or folder}
     return replace(
         config, model=config.model | {"pretrained": model}, tokenizer=tokenizer, peft=peft

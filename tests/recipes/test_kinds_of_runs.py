@@ -159,6 +159,16 @@ def test_an_adapter_is_evaluated_on_its_base(place: Path) -> None:
         evaluate.of_folder(config, None)
 
 
+@pytest.mark.parametrize("settings", [{}, {"base_model_name_or_path": None}])
+def test_an_adapter_without_a_base_is_named(settings: dict[str, None], place: Path) -> None:
+    folder = place / "nameless"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    typed = ["name=a", "dataset.path=chats.jsonl", "model.pretrained=nameless"]
+    with pytest.raises(ConfigError, match="does not name the base of the adapter: write its"):
+        evaluate.of_folder(check_config(compose_config("finetune", typed)), None)
+
+
 def test_a_run_is_planned_as_what_it_has_exported() -> None:
     for run in ("lm", "scorer"):
         preset = {"lm": "finetune", "scorer": "classify"}[run]

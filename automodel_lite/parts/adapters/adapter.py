@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from automodel_lite.config.model_files import base_of
 from automodel_lite.errors import ConfigError, explained
 from automodel_lite.models.layers import local, output_head, whole, with_head
 from automodel_lite.models.sharded import keep_part
@@ -193,7 +194,7 @@ def load_adapted(
     Through peft: AutoModelForCausalLM.from_pretrained of transformers 5.23 resets DoRA's
     magnitudes.
     """
-    base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+    base = base_of(Path(folder))
     model = load_whole(base, dtype, trust_remote_code)
     # one that was trained with added rows saves the whole embedding, to which the base grows
     num_rows = max(map(len, _whole_ends(model, Path(folder))), default=0)

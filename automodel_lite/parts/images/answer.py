@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from automodel_lite.config.model_files import base_of
 from automodel_lite.errors import ConfigError, DataError, counted, is_limit, one_line
 from automodel_lite.evaluation.generator import Generator
 from automodel_lite.evaluation.questions import PROBE, parts_of, probe_turn
@@ -23,7 +23,7 @@ def processor_of(generator: Generator) -> ImageProcessor:
     base = generator.source
     has_own = any((folder / name).is_file() for name in PROCESSOR_FILES)
     if settings.is_file() and not has_own:
-        base = json.loads(settings.read_text())["base_model_name_or_path"]
+        base = base_of(folder)
     return ImageProcessor(base, generator.model.config)
 
 
