@@ -37,7 +37,7 @@ from omegaconf import OmegaConf
 
 from automodel_lite.cli import Recipe, argument_parser, compose_config, run_tool
 from automodel_lite.cli.job import DATA, job_of, takes_words
-from automodel_lite.cli.line import rewrite_program_name
+from automodel_lite.cli.line import is_word, rewrite_program_name
 from automodel_lite.cli.sources import Sources
 from automodel_lite.config.check import check_config
 from automodel_lite.config.components import locate
@@ -170,7 +170,7 @@ def named_job(preset: str | None, overrides: Sequence[str]) -> tuple[str, list[s
     stand for; raises ConfigError without either.
     """
     recipe = Recipe("recipes.plan:main")
-    words = [text for text in overrides if "=" not in text and not text.startswith(("-", "~"))]
+    words = [text for text in overrides if is_word(text) and not text.startswith("-")]
     if takes_words(recipe, words, preset):
         job = job_of(recipe, Sources.of(recipe=recipe), overrides, preset)
         # without data, sizes of documents are assumed

@@ -30,7 +30,15 @@ from automodel_lite.cli.compose import (
 )
 from automodel_lite.cli.exit_codes import end, hide_secrets
 from automodel_lite.cli.job import DATA, MODEL, Job, job_of, name_of, rows_of, takes_words
-from automodel_lite.cli.line import COMMANDS, OWN_FLAGS, RECIPES, read_line, split, versions
+from automodel_lite.cli.line import (
+    COMMANDS,
+    OWN_FLAGS,
+    RECIPES,
+    is_word,
+    read_line,
+    split,
+    versions,
+)
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, check_preset, preset_meant
 from automodel_lite.compat import Hydra
@@ -101,12 +109,12 @@ def run_command_line(main: str, argv: Sequence[str]) -> int:
     unusable: list[UserError] = []  # what is left out, or replaced, to check the others
     if recipe.is_ours and not (line.is_question or line.is_multirun):
         unusable += take_out_valueless(line)
-    words = [text for text in line.overrides if "=" not in text]
+    words = [*filter(is_word, line.overrides)]
     if not line.shell_completion and takes_words(recipe, words, line.config_name):
         job = job_of(recipe, sources, line.overrides, line.config_name)
         line.config_name = job.preset
         # what is typed comes last, and wins
-        line.overrides = [*job.chosen, *(text for text in line.overrides if "=" in text)]
+        line.overrides = [*job.chosen, *(text for text in line.overrides if text not in words)]
     if not line.shell_completion:
         try:
             check_preset(sources, line.config_name, line.overrides)
@@ -147,7 +155,7 @@ def take_out_valueless(line: Namespace) -> list[UserError]:
     """Takes settings without `=` off a line that names a model or data; returns what is wrong with
     them.
     """
-    words = [text for text in line.overrides if "=" not in text]
+    words = [*filter(is_word, line.overrides)]
     valueless = [word for word in words if key_of(word) == word and not Path(word).exists()]
     if len(valueless) == len(words):
         return []
@@ -207,7 +215,7 @@ def named_run(overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     >>> named_run(["runs/mine", "mesh.cp=1"])
     (Path('runs/mine'), ['mesh.cp=1'])
     """
-    runs = [text for text in overrides if "=" not in text and not text.startswith("~")]
+    runs = [*filter(is_word, overrides)]
     if len(runs) > 1:
         model, *data = runs
         listed = data[0] if len(data) == 1 else f"[{','.join(data)}]"

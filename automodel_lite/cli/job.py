@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from automodel_lite.cli.line import RECIPES, split
+from automodel_lite.cli.line import RECIPES, is_word, split
 from automodel_lite.cli.recipes import Recipe
 from automodel_lite.cli.sources import Sources, presets_of
 from automodel_lite.config.check import key_of
@@ -87,7 +87,7 @@ def job_of(
     recipe: Recipe, sources: Sources, overrides: Sequence[str], config_name: str | None
 ) -> Job:
     """Returns the job that the words among the overrides name."""
-    words = [text for text in overrides if "=" not in text]
+    words = [*filter(is_word, overrides)]
     typed = {key: value for key, value in map(split, overrides) if value is not None}
     verb = next(verb for verb, (module, _) in RECIPES.items() if module == recipe.name)
     if len(words) == 1 and words[0] in presets_of(sources) and not Path(words[0]).exists():

@@ -125,6 +125,17 @@ def split(override: str) -> tuple[str, str | None]:
     return key.lstrip("+~").strip(), value if is_set else None
 
 
+def is_word(text: str) -> bool:
+    """Returns whether an argument names a run, a model or data: it sets nothing, and takes nothing
+    out as `~key` does.
+
+    >>> is_word("chats.jsonl"), is_word("~/chats.jsonl"), is_word("~optimizer.lr"), is_word("a=1")
+    (True, True, False, False)
+    """
+    is_removal = text.startswith("~") and "/" not in text
+    return "=" not in text and not is_removal
+
+
 def group_of(override: str, known: Groups) -> str | None:
     """Returns the group whose option the override chooses; None when it sets a value."""
     name = split(override)[0].partition("@")[0]

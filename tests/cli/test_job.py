@@ -220,6 +220,13 @@ def test_a_preset_is_no_word() -> None:
     assert not takes_words(Recipe("my.kd:main"), ["model", "data"], None)
 
 
+def test_a_setting_that_is_taken_out_is_no_word() -> None:
+    write("chats.jsonl", CHAT)
+    found = job("model", "chats.jsonl", "~optimizer.lr")
+    assert not found.problems
+    assert "dataset.path='chats.jsonl'" in found.chosen
+
+
 def test_rows_that_nothing_trains_on_are_told_beside_the_rest() -> None:
     Path("numbers.csv").write_text("a,b,c\n1,2,3\n")
     (problem,) = job("model", "numbers.csv").problems
