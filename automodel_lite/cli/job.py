@@ -24,7 +24,7 @@ import yaml
 
 from automodel_lite.cli.line import RECIPES, is_word, split
 from automodel_lite.cli.recipes import Recipe
-from automodel_lite.cli.sources import Sources, presets_of
+from automodel_lite.cli.sources import Sources, groups_of, presets_of
 from automodel_lite.config.check import key_of
 from automodel_lite.config.model_files import INDEX, scores_documents
 from automodel_lite.data.reading.paths import KINDS, find_files, kind_of
@@ -95,7 +95,7 @@ def job_of(
     places, problems = _places(words, typed, f"automodel-lite {verb}")
     data = places.get(DATA)
     for key, given in places.items():
-        problems += _near(key, [given] if key == MODEL else given, presets_of(sources))
+        problems += _near(key, [given] if key == MODEL else given, sources)
     model = str(places.get(MODEL, typed.get(MODEL, "")))
     is_scored = _has_score_head(model)
     rows = Rows(config_name or ("classify" if is_scored else "finetune"), "documents")
@@ -166,10 +166,12 @@ def _from_scratch(typed: Mapping[str, str]) -> str:
     return "" if option == "pretrained" else option
 
 
-def _near(key: str, words: Sequence[str], presets: Sequence[str]) -> Iterator[ConfigError]:
+def _near(key: str, words: Sequence[str], sources: Sources) -> Iterator[ConfigError]:
     """Yields a problem for a plain word that is nothing here, where something has nearly its name:
     it would be looked for on the hub, whose full names are owner/name.
     """
+    presets = presets_of(sources)
+    models = groups_of(sources).get("model", [])
     for word in words:
         if Path(word).expanduser().exists():
             continue
@@ -177,6 +179,12 @@ def _near(key: str, words: Sequence[str], presets: Sequence[str]) -> Iterator[Co
         parts = [part.strip() for part in word.split(",")]
         if word in presets:
             yield ConfigError(f"{word}: a preset is chosen with --config-name {word}.", key=key)
+        elif key == MODEL and word in models:
+            yield ConfigError(
+                f"{word} is a model from scratch",
+                key=key,
+                cure=f"write model={word} tokenizer=bpe in its place",
+            )
         elif len(parts) > 1 and all(Path(part).exists() for part in parts):
             cure = f"name them one after the other, {' '.join(parts)}"
             yield ConfigError(f"{key}={word}: several files: {cure}.", key=key)

@@ -186,6 +186,10 @@ WRONG = [
         "lora: a preset is chosen with --config-name lora.",
     ),
     (
+        ["llama_tiny", "chats.jsonl"],
+        "llama_tiny is a model from scratch: write model=llama_tiny tokenizer=bpe in its place.",
+    ),
+    (
         ["model", "chats.jsonl,chats.jsonl"],
         "dataset.path=chats.jsonl,chats.jsonl: several files: name them one after the other, "
         "chats.jsonl chats.jsonl.",
