@@ -52,6 +52,7 @@ class ParallelModel:
     stays_gathered: bool = False  # layers stay whole from the first micro-batch to the last
     weights: ComputeWeights | None = None  # casts of one process that does not compute in fp32
     reduces_every: bool = False  # reduce gradients after each micro-batch: only shards are kept
+    takes_turns: bool = False  # runs micro-batches two by two (turns.py)
     # called before each use of the model, to remake what depends on weights (models/fp8.py)
     refresh: Callable[[], None] | None = None
 

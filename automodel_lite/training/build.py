@@ -123,7 +123,11 @@ def build_model(
     compiled = compile_model(decided, model, mesh) if trains else "off"
     STARTUP.lap("compile")
     num_trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
-    model = replace(model, reduces_every=decided.advanced.reduce_every_micro_batch is True)
+    model = replace(
+        model,
+        reduces_every=decided.advanced.reduce_every_micro_batch is True,
+        takes_turns=decided.mesh.ep_overlap,
+    )
     of_adapter = num_trained if adapter else None
     memory = estimate_memory(decided, of_adapter, num_trained if decided.model.freeze else None)
     return BuiltModel(model, decided, flops, memory, loss, compiled, attention, adapter)

@@ -130,7 +130,7 @@ class Engine:
             return output
 
         done = 0
-        groups = pairs_before_last(inputs) if self.decided.mesh.ep_overlap else zip(inputs)
+        groups = pairs_before_last(inputs) if model.takes_turns else zip(inputs)
         for group in groups:
             done += len(group)
             with model.accumulate(is_last=done == len(inputs)):

@@ -213,7 +213,11 @@ def _model(plan: Decided, mesh: Mesh, fake: FakeTensorMode, held: MemoryTracker)
         teacher = _sharded(frozen, plan, mesh, fake, held, trains=False)
         install(teacher.loss_model.lm, CountedAttention())
         model.loss_model.set_teacher(teacher.loss_model)
-    return replace(model, reduces_every=plan.advanced.reduce_every_micro_batch is True)
+    return replace(
+        model,
+        reduces_every=plan.advanced.reduce_every_micro_batch is True,
+        takes_turns=plan.mesh.ep_overlap,
+    )
 
 
 def _sharded(
