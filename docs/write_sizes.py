@@ -86,7 +86,13 @@ def counted_again(job: Job, mesh: str, recomputed: str) -> Plan | None:
     capacity = usable(int(job.gpu.gigabytes * 1e9))
     ladder = [with_recomputation(plan, *rung) for rung in LADDER]
     known = [recomputation_text(rung) for rung in ladder]
-    for rung in ladder[known.index(recomputed) :]:
+    # gradients reduced after each micro-batch as the last resort, as the planner has it
+    reduced = [
+        replace(rung, advanced=replace(rung.advanced, reduce_every_micro_batch=True))
+        for rung in ladder
+    ]
+    first = known.index(recomputed)
+    for rung in (*ladder[first:], *reduced[first:]):
         step = simulate_by_layers(rung, job.config, layout.shape, layer_pattern(job.config))
         if step.peak <= capacity:
             return priced(job, layout, rung, step)
