@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -136,11 +136,8 @@ class _Gathered:
     groups: list[int] = field(default_factory=list)  # of each row
     num_split: int = 0
     errors: list[str] = field(default_factory=list)
-    specials: list[str] = field(default_factory=list)  # of texts
-    trained_specials: list[str] = field(default_factory=list)  # of answers
-    unaskeds: list[str] = field(default_factory=list)
-    no_values: list[str] = field(default_factory=list)
-    profiles: list[str] = field(default_factory=list)
+    num_noted: Counter[str] = field(default_factory=Counter)
+    first_noted: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)  # column or key -> its first place
 
     def add_bad(self, bad: BadRow) -> None:
@@ -164,16 +161,10 @@ class _Gathered:
         # More rows than answers: the template rewrites earlier turns.
         num_answers = len(document.get("documents", [document])) + is_compared(document)
         self.num_split += len(rows) > num_answers
-        if remarks.special:
-            self.specials.append(f"{place}: {remarks.special}")
-        if remarks.trained_special:
-            self.trained_specials.append(f"{place}: {remarks.trained_special}")
-        if remarks.color_profile:
-            self.profiles.append(f"{place}: {remarks.color_profile}")
-        if remarks.no_value:
-            self.no_values.append(f"{place}: {remarks.no_value}")
-        if remarks.unasked:
-            self.unaskeds.append(f"{remarks.unasked!r} ({place})")
+        for kind, what in remarks.noted.items():
+            if what:
+                self.num_noted[kind] += 1
+                self.first_noted.setdefault(kind, f"{place}: {what}")
 
     def found(self) -> Findings:
         """Returns the counts, and the first example of each."""
@@ -181,20 +172,12 @@ class _Gathered:
             len(self.num_rows),
             num_bad=len(self.errors),
             num_split_chats=self.num_split,
-            num_with_special_tokens=len(self.specials),
         )
         return Findings(
             counts,
             first_error="".join(self.errors[:1]),
-            first_special="".join(self.specials[:1]),
-            num_trained_specials=len(self.trained_specials),
-            first_trained_special="".join(self.trained_specials[:1]),
-            num_profiled=len(self.profiles),
-            first_profile="".join(self.profiles[:1]),
-            num_no_value=len(self.no_values),
-            first_no_value="".join(self.no_values[:1]),
-            num_unasked=len(self.unaskeds),
-            first_unasked="".join(self.unaskeds[:1]),
+            num_noted=dict(self.num_noted),
+            first_noted=self.first_noted,
             unused=self.unused,
         )
 

@@ -70,23 +70,14 @@ def _first_no_value(texts: Sequence[str], asked: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Remarks:
-    """What a user should know of one document; "" where there is nothing to say.
+    """What a user should know of one document.
 
-    special          a special token in the text of a question or a document, where it becomes a
-                     real one
-    trained_special  one in an answer, where it is trained on
-    unasked          the end of the prompt that the last answer does not begin with
-    no_value         what tables write for no value, as an answer or at the end of a prompt
-    color_profile    of an image whose numbers are not sRGB's, as they are read
-    unused           columns of its row, and keys of its turns, that no rendering holds
+    noted   kind of `findings.NOTES` -> what was found, "" where there is nothing to say
+    unused  columns of its row, and keys of its turns, that no rendering holds
     """
 
-    special: str
-    trained_special: str
-    unasked: str
-    no_value: str
+    noted: dict[str, str]
     unused: list[str]
-    color_profile: str = ""
 
 
 def _unwritten_keys(message: Message, renderings: Sequence[Rendering]) -> list[str]:
@@ -185,13 +176,13 @@ class Renderer:
                 else:
                     returned.append(message["content"])
                 unused += _unwritten_keys(message, renderings)
-        return Remarks(
-            special=self._first_special([*texts, *asked, *returned]),
-            trained_special=self._first_special(answers),
-            unasked=unasked,
-            no_value=_first_no_value([*answers, *texts], asked),
-            unused=list(dict.fromkeys(unused)),
-        )
+        noted = {
+            "special": self._first_special([*texts, *asked, *returned]),
+            "trained_special": self._first_special(answers),
+            "no_value": _first_no_value([*answers, *texts], asked),
+            "unasked": repr(unasked) if unasked else "",
+        }
+        return Remarks(noted, list(dict.fromkeys(unused)))
 
     def _words_of_answer(self, message: Message) -> list[str]:
         """Returns what an assistant says, thinks and calls, without the end token of its own."""

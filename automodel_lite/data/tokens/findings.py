@@ -4,6 +4,7 @@ at its end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -17,6 +18,21 @@ from automodel_lite.errors import DataError, counted, harmless
 
 MAX_UNSTOPPED_FRAC = 0.01
 SHOWN_TOKENS = 300
+
+NOTES = {
+    "special": "{documents} special tokens in the text, which become real ones (first: {first})",
+    "trained_special": "{documents} special tokens in answers, where they are trained on (first: "
+    "{first})",
+    "color_profile": "{documents} images in other colors than sRGB's, which are read as they are "
+    "stored (first: {first}): as transformers and vLLM read them; convert them to sRGB where their "
+    "colors matter",
+    "no_value": "{documents} what tables write for no value as an answer or the end of a prompt "
+    "(first: {first}): it is trained on as text; leave such rows out where it is none",
+    "unasked": "{documents} a last answer that is trained without the end of the prompt that the "
+    "chat template writes for one (first: {first}): let it ask as they answer, many by "
+    "tokenize.template_kwargs.enable_thinking=false, or train on answers that begin so",
+}
+"""What is said of documents by what was found in them; of several documents `has` is `have`."""
 
 Example = tuple[list[int], list[int]]
 """input_ids and labels of the beginning of a row."""
@@ -36,15 +52,8 @@ class Findings:
     fully_masked: Example | None = None
     unstopped: Example | None = None
     first_error: str = ""
-    first_special: str = ""  # place and token
-    num_trained_specials: int = 0  # of documents that have special tokens in their answers
-    first_trained_special: str = ""  # place and token
-    num_profiled: int = 0  # whose images are in other colors than sRGB's
-    first_profile: str = ""  # place and name
-    num_no_value: int = 0  # what tables write for no value, as an answer or the end of a prompt
-    first_no_value: str = ""  # place and text
-    num_unasked: int = 0  # whose last answer does not begin as the prompt for one ends
-    first_unasked: str = ""  # the end of the prompt, and place
+    num_noted: dict[str, int] = field(default_factory=dict)  # documents of each kind of NOTES
+    first_noted: dict[str, str] = field(default_factory=dict)  # place, and what was found
     # column, or key of a turn -> place of the first one
     unused: dict[str, str] = field(default_factory=dict)
 
@@ -52,6 +61,8 @@ class Findings:
         """Adds what is counted; of examples, the first one stays."""
         pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
         sums = {name: a + b for name, (a, b) in pairs.items() if isinstance(a, (int, RowCounts))}
+        sums["num_noted"] = dict(Counter(self.num_noted) + Counter(other.num_noted))
+        sums["first_noted"] = other.first_noted | self.first_noted
         sums["unused"] = other.unused | self.unused
         return Findings(**{name: a or b for name, (a, b) in pairs.items()} | sums)
 

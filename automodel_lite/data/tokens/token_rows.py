@@ -407,7 +407,6 @@ class RowCounts:
     num_empty: int = 0
     num_fully_masked: int = 0
     num_equal_pairs: int = 0  # whose answers have the same tokens
-    num_with_special_tokens: int = 0  # in their own text
 
     def __add__(self, other: RowCounts) -> RowCounts:
         return RowCounts(

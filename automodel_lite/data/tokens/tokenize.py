@@ -21,7 +21,13 @@ from automodel_lite.data.cache import Key, build_once, cache_root, short_hash
 from automodel_lite.data.reading.documents import Documents, DocumentSet
 from automodel_lite.data.tokens.chunks import TokenizeJob, tokenize_chunks
 from automodel_lite.data.tokens.decisions import DecisionStyle
-from automodel_lite.data.tokens.findings import Findings, also_trained, check_set, hash_rows
+from automodel_lite.data.tokens.findings import (
+    NOTES,
+    Findings,
+    also_trained,
+    check_set,
+    hash_rows,
+)
 from automodel_lite.data.tokens.token_rows import (
     CONTENT_HASH,
     PAIRED,
@@ -101,7 +107,7 @@ def check_turns(settings: TokenizeConfig, documents: Documents) -> None:
 FINDINGS = "findings.json"
 HASHES = "hashes.bin"
 # of rendering, masking and files; raised when the same input gives other rows, or other files
-RULES_VERSION = "17"
+RULES_VERSION = "18"
 
 
 def tokenize_documents(
@@ -256,39 +262,12 @@ def read_findings(folder: Path) -> Findings:
 
 
 def tokenization_notes(name: str, found: Findings) -> list[str]:
-    """Returns notes on special tokens in texts and answers, on empty answers, and on what is not
-    used.
-    """
+    """Returns notes on what was found in documents, on empty answers, and on what is not used."""
     notes = []
-    if num := found.counts.num_with_special_tokens:
-        notes.append(
-            f"NOTE: {name}: {counted(num, 'document', 'has')} special tokens in the text, which "
-            f"become real ones (first: {found.first_special})"
-        )
-    if found.num_trained_specials:
-        notes.append(
-            f"NOTE: {name}: {counted(found.num_trained_specials, 'document', 'has')} special "
-            f"tokens in answers, where they are trained on (first: {found.first_trained_special})"
-        )
-    if found.num_profiled:
-        notes.append(
-            f"NOTE: {name}: {counted(found.num_profiled, 'document', 'has')} images in other "
-            f"colors than sRGB's, which are read as they are stored (first: {found.first_profile}"
-            "): as transformers and vLLM read them; convert them to sRGB where their colors matter"
-        )
-    if found.num_no_value:
-        notes.append(
-            f"NOTE: {name}: {counted(found.num_no_value, 'document', 'has')} what tables write for "
-            f"no value as an answer or the end of a prompt (first: {found.first_no_value}): it is "
-            "trained on as text; leave such rows out where it is none"
-        )
-    if found.num_unasked:
-        notes.append(
-            f"NOTE: {name}: the last answers of {counted(found.num_unasked, 'document')} are "
-            "trained without the end of the prompt that the chat template writes for one, "
-            f"{found.first_unasked}: let it ask as they answer, many by "
-            "tokenize.template_kwargs.enable_thinking=false, or train on answers that begin so"
-        )
+    for kind in sorted(found.num_noted, key=list(NOTES).index):
+        documents = counted(found.num_noted[kind], "document", "has")
+        text = NOTES[kind].format(documents=documents, first=found.first_noted[kind])
+        notes.append(f"NOTE: {name}: {text}")
     if found.num_blank:
         notes.append(
             f"NOTE: {name}: {counted(found.num_blank, 'row', 'trains')} only the end of an answer: "

@@ -314,7 +314,8 @@ class ImageRenderer(Renderer):
         return [*expanded]
 
     def remarks(self, document: Document, renderings: Sequence[Rendering]) -> Remarks:
-        return replace(super().remarks(document, renderings), color_profile=self._profile)
+        found = super().remarks(document, renderings)
+        return replace(found, noted=found.noted | {"color_profile": self._profile})
 
     def question(self, content: str, images: Sequence[PlacedImage]) -> ImageRendering:
         """Renders a prompt with marks, which waits for the model's answer."""

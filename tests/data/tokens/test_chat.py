@@ -200,7 +200,7 @@ def test_the_template_of_trained_tokenizers_writes_every_part() -> None:
     ids=["user", "assistant", "prompt", "text", "several answers"],
 )
 def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
-    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, []).special == token
+    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, []).noted["special"] == token
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
 )  # fmt: skip
 def test_special_tokens_in_an_answer_are_found(document: dict, token: str) -> None:
     remarks = Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, [])
-    assert remarks.trained_special == token
+    assert remarks.noted["trained_special"] == token
 
 
 @pytest.mark.parametrize("end", ["<|end|>", "<|end|>\n", "<|end|> \n\n"])

@@ -324,7 +324,6 @@ def test_special_tokens_in_the_text_of_users_are_noted(tmp_path: Path) -> None:
         TokenizeJob(byte_tokenizer(MARKED), TokenizeConfig()),
         tmp_path,
     )
-    assert data.counts["train"].num_with_special_tokens == 1
     assert data.notes[1] == (
         "NOTE: train: 1 document has special tokens in the text, which become real ones (first: a.jsonl:2: <|end|>)"
     )
@@ -396,13 +395,13 @@ def test_answers_that_the_prompt_does_not_lead_to_are_counted(tmp_path: Path) ->
     """DeepSeek-R1 is asked to think, and these answers do not; Qwen3 is asked not to, and one does."""
     (note,) = asked(tmp_path, "deepseek_r1_distill", ["Yes.", "No."])
     assert note.startswith(
-        "NOTE: train: the last answers of 2 documents are trained without the end of the prompt that the chat template "
-        "writes for one, '<think>\\n' (a.jsonl:1): "
+        "NOTE: train: 2 documents have a last answer that is trained without the end of the prompt that the chat "
+        "template writes for one (first: a.jsonl:1: '<think>\\n'): "
     )
     answers = ["Yes.", "<think>\nHm.\n</think>\n\nNo."]
     (note,) = asked(tmp_path, "qwen3", answers, enable_thinking=False)
-    assert "the last answers of 1 document are" in note
-    assert "(a.jsonl:2)" in note
+    assert "1 document has a last answer" in note
+    assert "(first: a.jsonl:2: " in note
     assert asked(tmp_path, "qwen3", answers) == ()
 
 
