@@ -221,11 +221,7 @@ class RunFolder:
             generate = f"{ours} decide {run} questions.jsonl"
         export = f"{ours} export {run}"
         if facts.get("head"):
-            preset = "classify" if facts.get("kind") == "labeled" else "reward"
-            generate = (
-                f"{ours} evaluate --config-name {preset} model.pretrained={run} "
-                "dataset.path=held_out.jsonl"
-            )
+            generate = f"{ours} evaluate {run} held_out.jsonl"
         if not fresh:
             return [f"{export}   # writes the newest checkpoint as a Hugging Face folder", generate]
         # an adapter's score head is evaluated once it is merged

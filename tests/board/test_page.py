@@ -127,6 +127,15 @@ def test_runs_side_by_side(browser: Chromium, address: str, tmp_path: Path) -> N
     check_page(browser)
 
 
+def test_no_axis_goes_beyond_100_percent(browser: Chromium, address: str, tmp_path: Path) -> None:
+    run_folder(tmp_path / "runs" / "full", fill_frac=1.0)
+    browser.open(f"{address}#/report/full")
+    fill = "document.querySelector('#charts svg[aria-label=\"Fill (%)\"]')"
+    browser.wait(fill)
+    ticks = f"[...{fill}.querySelectorAll('text[text-anchor=end]')].map((e) => +e.textContent)"
+    assert max(browser.run(ticks)[:-1]) == 100  # the last is a step's
+
+
 def test_a_run_without_a_step_waits_at_any_width(
     browser: Chromium, address: str, tmp_path: Path
 ) -> None:

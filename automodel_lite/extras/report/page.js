@@ -86,7 +86,7 @@ function lineChart(title, lines, { isWide = false, isLog = false, fromZero = fal
   const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + (state.axis === "minutes" ? 1e-3 : 1));
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
   if (fromZero && !isLog) y0 = Math.min(0, y0);
-  if (y1 <= y0) { y1 = y0 + (Math.abs(y0) || 1) * 0.1; if (!fromZero && !isLog) y0 -= (Math.abs(y0) || 1) * 0.1; }
+  if (y1 <= y0) { y1 = y0 + (Math.abs(y0) || 1) * 0.1; if (title.endsWith("(%)") && y0 <= 100) y1 = Math.min(y1, 100); if (!fromZero && !isLog) y0 -= (Math.abs(y0) || 1) * 0.1; }
   const t = isLog ? Math.log : (v) => v;
   const X = (x) => L + (x - x0) / (x1 - x0) * (W - L - R);
   const Y = (y) => H - B - (t(y) - t(y0)) / (t(y1) - t(y0)) * (H - T - B);

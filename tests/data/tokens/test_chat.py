@@ -200,7 +200,10 @@ def test_the_template_of_trained_tokenizers_writes_every_part() -> None:
     ids=["user", "assistant", "prompt", "text", "several answers"],
 )
 def test_special_tokens_in_a_text_are_found(document: dict, token: str) -> None:
-    assert Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, []).noted["special"] == token
+    assert (
+        Renderer(byte_tokenizer(MARKED), "assistant", {}).remarks(document, []).noted["special"]
+        == token
+    )
 
 
 @pytest.mark.parametrize(
