@@ -7,6 +7,8 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,13 @@ def test_a_file_that_is_written_again_has_the_old_text_or_the_new(
         assert file.read_text() == "new: 2\n"
 
 
-@pytest.mark.parametrize(("number", "every"), SAMPLED)
-def test_label_values_are_whole_or_go_on_where_they_were(
-    folder: str, tmp_path: Path, number: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each pack is noted as done; what fails behind the last costs none again."""
-    monkeypatch.setattr(label_values, "SAVE_EVERY_S", -1.0)
+@contextmanager
+def reference_job(
+    folder: str, tmp_path: Path
+) -> Iterator[tuple[Any, Callable[[Path], Values], Callable[[Path], np.ndarray]]]:
+    """Yields the packs of a few rows, and what opens and what computes the log-probabilities of a
+    reference in a folder.
+    """
     rows = [
         {name: row[name] for name in ("input_ids", "labels")} for group in GROUPS for row in group
     ]
@@ -161,6 +164,16 @@ def test_label_values_are_whole_or_go_on_where_they_were(
             computed = values_in(root).computed("train", packs.rows, client.engine)
             return np.array(computed["reference_log_probs"])
 
+        yield packs, values_in, operate
+
+
+@pytest.mark.parametrize(("number", "every"), SAMPLED)
+def test_label_values_are_whole_or_go_on_where_they_were(
+    folder: str, tmp_path: Path, number: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pack is noted as done; what fails behind the last costs none again."""
+    monkeypatch.setattr(label_values, "SAVE_EVERY_S", -1.0)
+    with reference_job(folder, tmp_path) as (packs, values_in, operate):
         whole = operate(tmp_path / "whole")
         num_kept = 0
         for root, raised in each_fault(tmp_path / "faults", operate, number, every=every):

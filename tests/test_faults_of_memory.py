@@ -14,12 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from automodel_lite.cli import compose_config
 from automodel_lite.config.check import check_config
 from automodel_lite.data.cache import build_once, find_damage
-from automodel_lite.data.prepare import build_packer, check_sizes, prepare_data
 from automodel_lite.parts.losses import label_values
-from automodel_lite.parts.losses.label_values import Values, reference_values
 from automodel_lite.run.checkpoint_folder import MARK
 from automodel_lite.run.durable import read_json, write_named
 from automodel_lite.run.export import _replace_folder
@@ -27,8 +24,8 @@ from recipes import prepare_data as prepare
 from recipes import train_ft
 from tests.faults import each_failed_allocation
 from tests.runs import composed, losses_by_step, quick_config
-from tests.test_client import GROUPS, folder, open_client
-from tests.test_faults_of_disks import build
+from tests.test_client import folder, open_client
+from tests.test_faults_of_disks import build, reference_job
 
 __all__ = ["folder"]  # the fixture
 
@@ -163,24 +160,7 @@ def test_label_values_are_whole_or_go_on_where_they_were(
     folder: str, tmp_path: Path, growth: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(label_values, "SAVE_EVERY_S", -1.0)
-    rows = [
-        {name: row[name] for name in ("input_ids", "labels")} for group in GROUPS for row in group
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = [f"dataset.path={tmp_path / 'a.jsonl'}", f"model.pretrained={folder}", "name=x"]
-    sizes = ["packed_sequence.packed_sequence_size=256", "training.global_batch_size=1"]
-    config = check_config(compose_config("finetune", [*data, *sizes, f"cache_dir={tmp_path}"]))
-    packer = build_packer(config)
-    packs = prepare_data(config, check_sizes(config, 1), packer).planned.packs_of(0)
-    with open_client(folder, tmp_path / "runs") as client:
-
-        def values_in(root: Path) -> Values:
-            return reference_values(client.built, packer, str(root), seed=0)
-
-        def operate(root: Path) -> np.ndarray:
-            computed = values_in(root).computed("train", packs.rows, client.engine)
-            return np.array(computed["reference_log_probs"])
-
+    with reference_job(folder, tmp_path) as (packs, values_in, operate):
         whole = operate(tmp_path / "whole")
         num_faults = 0
         for root, raised in each_failed_allocation(tmp_path / "n", operate, growth=growth):
